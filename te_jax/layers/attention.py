@@ -352,7 +352,8 @@ class RopeScaling:
         if self.factor < 1:
             raise ValueError(f"factor is {self.factor}: it needs to be at least 1")
         length = self.original_length
-        if self.kind != "linear" and (not is_whole_number(length) or length is None or length < 1):
+        countable = length is not None and is_whole_number(length) and is_finite_number(length) and length >= 1
+        if self.kind != "linear" and not countable:
             raise ValueError(f"original_length is {length!r}: kind {self.kind!r} needs a whole number of at least 1")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
@@ -380,7 +381,7 @@ class RopeScaling:
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         else:
             first, last = (
-                head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                head_dim * (math.log(self.original_length / (2 * math.pi)) - math.log(turns)) / (2 * math.log(theta))
                 for turns in (self.beta_fast, self.beta_slow)
             )
             if self.truncate:

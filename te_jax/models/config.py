@@ -238,6 +238,10 @@ class DecoderConfig:
         for each in window if isinstance(window, tuple) else (window,):
             if each is not None and (not is_whole_number(each) or each < 1):
                 raise ValueError(f"window is {window!r}: it needs whole numbers of at least 1, or None")
+        flags = ("attention_sinks", "qk_norm", "zero_centered_norms", "scaled_embedding", "tied_head")
+        for name, value in ((name, getattr(self, name)) for name in flags):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}: it needs to be True or False")
         Activation.of(self.activation)
         if not (self.lora is None or isinstance(self.lora, Lora)):
             raise ValueError(

@@ -49,7 +49,7 @@ def mixture(
         (gate, up, down),
         experts.router,
         router_bias=layer.get("router_bias"),
-        bias=tuple(layer.get(f"{name}_bias") for name in MLP),
+        bias=(layer.get("gate_bias"), layer.get("up_bias"), layer.get("down_bias")),
         activation=config.activation,
         **kernels,
         expert_parallel=expert_axes,

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_jax import models
-from te_jax.models import PRESETS, DecoderConfig, apply, init, loss
+from te_jax.layers import Router
+from te_jax.models import PRESETS, DecoderConfig, Experts, RopeScaling, apply, init, loss
+from te_jax.ops import Activation
 
 SMALL = DecoderConfig(
     vocab_size=19, num_layers=3, hidden_size=24, num_heads=6, num_kv_heads=2, head_dim=8, mlp_size=40, norm_eps=1e-3
@@ -38,11 +40,17 @@ def _promotion(promotion):
 
 
 def random_params(config, rng):
-    """Unlike those of `init`, with norms that are not 1."""
-    params = jit_init(config, jax.random.key(int(rng.integers(2**31))))
-    return jax.tree.map(
-        lambda leaf: leaf * jax.device_put(np.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)), params
-    )
+    """Kernels of the sizes that `init` gives them; norms that are not 1, biases and sinks that are not 0."""
+
+    def draw(path, leaf):
+        name, values = path[-1].key, rng.standard_normal(leaf.shape, np.float32)
+        if name.endswith("norm"):
+            return jax.device_put(1 + 0.3 * values)
+        of_vector = leaf.ndim == 1 or name.endswith("_bias")
+        scale = 0.3 if of_vector else 1.0 if name == "embedding" else leaf.shape[-2] ** -0.5
+        return jax.device_put(np.float32(scale) * values)
+
+    return jax.tree.map_with_path(draw, jax.eval_shape(functools.partial(init, config), jax.random.key(0)))
 
 
 def random_tokens(config, rng, shape):
@@ -54,38 +62,97 @@ def numpy_logits(params, tokens, config):
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     group = config.num_heads // config.num_kv_heads
     half = config.head_dim // 2
-    wavelengths = config.rope_theta ** (-np.arange(half) * 2 / config.head_dim)
+    frequencies, magnitude = numpy_frequencies(config)
 
     def norm(x, scale):
+        scale = scale + 1 if config.zero_centered_norms else scale
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
 
     def rotate(vector, position):
-        turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * wavelengths)
+        turned = (vector[:half] + 1j * vector[half:]) * magnitude * np.exp(1j * position * frequencies)
         return np.concatenate([turned.real, turned.imag])
 
-    def head_of(x, kernel, head):
-        return x @ kernel[:, head * config.head_dim : (head + 1) * config.head_dim]
+    def head_of(x, layer, name, head):
+        columns = slice(head * config.head_dim, (head + 1) * config.head_dim)
+        y = x @ layer[name][:, columns] + layer.get(f"{name}_bias", np.zeros(10**3))[columns]
+        return norm(y, layer[f"{name}_norm"]) if config.qk_norm and name != "value" else y
 
     sequences = []
     for sequence in np.asarray(tokens):
         x = params["embedding"][sequence]
-        for layer in params["layers"]:
+        x = x * np.sqrt(config.hidden_size) if config.scaled_embedding else x
+        for layer, window in zip(params["layers"], config.windows, strict=True):
             h, heads = norm(x, layer["attention_norm"]), []
             for head in range(config.num_heads):
-                query = head_of(h, layer["query"], head)
-                key, value = (head_of(h, layer[name], head // group) for name in ("key", "value"))
+                query = head_of(h, layer, "query", head)
+                key, value = (head_of(h, layer, name, head // group) for name in ("key", "value"))
                 mixed = []
                 for t in range(len(x)):
-                    scores = np.array([rotate(query[t], t) @ rotate(key[s], s) for s in range(t + 1)])
+                    seen = range(0 if window is None else max(t + 1 - window, 0), t + 1)
+                    scores = np.array([rotate(query[t], t) @ rotate(key[s], s) for s in seen])
                     weights = np.exp(scores / np.sqrt(config.head_dim))
-                    mixed.append(weights @ value[: t + 1] / weights.sum())
+                    beside = np.exp(layer["sinks"][head]) if config.attention_sinks else 0
+                    mixed.append(weights @ value[seen] / (weights.sum() + beside))
                 heads.append(np.stack(mixed))
-            x = x + np.concatenate(heads, axis=-1) @ layer["out"]
+            x = x + np.concatenate(heads, axis=-1) @ layer["out"] + layer.get("out_bias", 0)
             h = norm(x, layer["mlp_norm"])
-            gate = h @ layer["gate"]
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up"])) @ layer["down"]
-        sequences.append(norm(x, params["final_norm"]) @ params["head"])
+            mlp = numpy_mlp if config.experts is None else numpy_experts
+            x = x + np.stack([mlp(token, layer, config) for token in h])
+        head = params["embedding"].T if config.tied_head else params["head"]
+        sequences.append(norm(x, params["final_norm"]) @ head)
     return np.stack(sequences)
+
+
+def numpy_frequencies(config):
+    """Of the pairs of a head, and the length of their turning vectors."""
+    plain, scaling = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim), config.rope_scaling
+    if scaling is None:
+        return plain, 1
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1
+    if scaling.kind == "llama3":
+        wavelengths = 2 * np.pi / plain
+        longest, shortest = (scaling.original_length / x for x in (scaling.low_freq_factor, scaling.high_freq_factor))
+        smooth = (scaling.original_length / wavelengths - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        between = (1 - smooth) * plain / scaling.factor + smooth * plain
+        long_or_short = np.where(wavelengths > longest, plain / scaling.factor, plain)
+        return np.where((wavelengths > longest) | (wavelengths < shortest), long_or_short, between), 1
+
+    def pair(turns):
+        """The one that turns so often within a sequence of pre-training."""
+        wavelength = scaling.original_length / turns
+        return config.head_dim / 2 * np.log(wavelength / (2 * np.pi)) / np.log(config.rope_theta)
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = np.floor(first), np.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    scaled = np.clip((np.arange(config.head_dim // 2) - first) / (last - first), 0, 1)
+    magnitude = scaling.attention_factor or 0.1 * np.log(scaling.factor) + 1
+    return plain * (1 - scaled + scaled / scaling.factor), magnitude
+
+
+def numpy_mlp(x, layer, config):
+    function = Activation.of(config.activation)
+    gate, up = (x @ layer[name] + layer.get(f"{name}_bias", 0) for name in ("gate", "up"))
+    gate, up = np.minimum(gate, function.limit), np.clip(up, -function.limit, function.limit)
+    if function.kind == "gelu":
+        gate = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    else:
+        gate = gate / (1 + np.exp(-function.alpha * gate))
+    return (gate * (up + function.offset)) @ layer["down"] + layer.get("down_bias", 0)
+
+
+def numpy_experts(x, layer, config):
+    scores = np.exp(x @ layer["router"] + layer.get("router_bias", 0))
+    chosen = np.argsort(-scores)[: config.experts.router.top_k]
+    total = scores[chosen].sum() if config.experts.router.normalize else scores.sum()
+    of_mlp = {name: leaf for name, leaf in layer.items() if name.startswith(("gate", "up", "down"))}
+    return sum(
+        scores[e] / total * numpy_mlp(x, {name: leaf[e] for name, leaf in of_mlp.items()}, config) for e in chosen
+    )
 
 
 def relative_error(actual, expected):
@@ -101,6 +168,87 @@ def test_logits_are_those_of_numpy(rng, kv_heads):
     assert logits.shape == (2, 7, config.vocab_size)
     assert logits.dtype == jnp.float32
     assert relative_error(logits, numpy_logits(params, tokens, config)) < 1e-5
+
+
+SCALED = {
+    "linear": RopeScaling("linear", factor=3.0),
+    "llama3": RopeScaling("llama3", factor=8.0, original_length=32),
+    "yarn": RopeScaling("yarn", factor=4.0, original_length=32, beta_fast=4.0, beta_slow=0.5),
+    "yarn, not truncated": RopeScaling("yarn", 4.0, 32, beta_fast=4.0, beta_slow=0.5, truncate=False),
+    "yarn, of a magnitude": RopeScaling("yarn", 4.0, 32, attention_factor=0.7),
+}
+CLIPPED = Activation("silu", alpha=1.702, limit=0.5, offset=1.0)
+EXPERTS = Experts(num_experts=4, router=Router(top_k=2), balance_weight=0.0, biases=True)
+ALL = {
+    **{"window": (None, 3, 1), "rope_scaling": SCALED["yarn"], "activation": CLIPPED, "attention_sinks": True},
+    **{"attention_biases": ("query", "key", "value", "out"), "qk_norm": True, "zero_centered_norms": True},
+    **{"scaled_embedding": True, "tied_head": True},
+}
+VARIANTS = {
+    "all": ALL,
+    "experts": {"experts": EXPERTS, "activation": CLIPPED},
+    "window": {"window": 3},
+    "a window for each": {"window": (None, 3, 1)},
+    **{name: {"rope_scaling": scaling} for name, scaling in SCALED.items()},
+    "gelu": {"activation": "gelu"},
+    "clipped": {"activation": CLIPPED},
+    "biases": {"attention_biases": ("query", "out")},
+    "sinks": {"attention_sinks": True},
+    "qk_norm": {"qk_norm": True},
+    "zero-centered": {"zero_centered_norms": True, "qk_norm": True},
+    "scaled": {"scaled_embedding": True},
+    "tied": {"tied_head": True},
+    "experts without biases": {"experts": dataclasses.replace(EXPERTS, biases=False)},
+    "experts, not normalized": {"experts": dataclasses.replace(EXPERTS, router=Router(top_k=2, normalize=False))},
+}
+# GPUs have no grouped GEMM of float32.
+IMPLEMENTATION = "reference" if jax.default_backend() == "gpu" else None
+
+
+# "all" and "experts" have every one of them.
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=() if name in ("all", "experts", "llama3") else pytest.mark.slow) for name in VARIANTS],
+)
+def test_logits_of_variants_are_those_of_numpy(variant, rng):
+    config = dataclasses.replace(SMALL, **VARIANTS[variant], rope_theta=500.0)
+    params, tokens = random_params(config, rng), random_tokens(config, rng, (2, 7))
+    logits = jax.jit(apply, static_argnums=2, static_argnames="implementation")(
+        params, tokens, config, implementation=IMPLEMENTATION
+    )
+    wanted = numpy_logits(params, tokens, config)
+    assert relative_error(logits, wanted) < 1e-5
+    plain = dataclasses.replace(config, **{name: getattr(SMALL, name) for name in VARIANTS[variant]})
+    if not VARIANTS[variant].keys() & {"attention_biases", "experts", "tied_head"}:  # which are told by parameters
+        assert relative_error(numpy_logits(params, tokens, plain), wanted) > 1e-3
+
+
+@pytest.mark.parametrize("variant", ["all", "experts"])
+def test_gradients_of_variants_are_slopes_of_numpy(variant, rng):
+    """Along a random direction of each parameter, by differences in float64."""
+    config = dataclasses.replace(SMALL, num_layers=2, **VARIANTS[variant] | {"window": (None, 3)})
+    params, tokens = random_params(config, rng), random_tokens(config, rng, (1, 7))
+    targets = random_tokens(config, rng, (1, 7))
+    options = {"config": config, "implementation": IMPLEMENTATION}
+    gradients = jax.jit(jax.grad(functools.partial(loss, **options)))(params, tokens, targets)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def numpy_loss(params):
+        logits = numpy_logits(params, tokens, config)[0]
+        return np.mean(np.log(np.exp(logits).sum(axis=-1)) - logits[np.arange(7), np.asarray(targets)[0]])
+
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        direction = rng.standard_normal(gradient.shape)
+
+        def moved(step, path=path, direction=direction):
+            return numpy_loss(
+                jax.tree.map_with_path(lambda at, leaf: leaf + step * direction if at == path else leaf, params)
+            )
+
+        gradient = np.asarray(gradient, np.float64)
+        slope, size = (moved(1e-6) - moved(-1e-6)) / 2e-6, np.linalg.norm(gradient)
+        assert size > 1e-6, path
+        assert abs(slope - np.sum(gradient * direction)) < 1e-3 * size, path
 
 
 @standard_promotion
@@ -283,11 +431,41 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
         ({"offload": "activations"}, "offload is 'activations': it needs to be a te_jax.offload.Offload, or None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
         ({"attention": "flash"}, "attention is 'flash': choose 'native', 'reference' or None"),
+        ({"window": 0}, "window is 0: it needs whole numbers of at least 1, or None"),
+        ({"window": (1, 2)}, "window has 2 entries, and num_layers is 3"),
+        ({"window": (1, None, 2.5)}, r"window is \(1, None, 2.5\)"),
+        ({"rope_scaling": 8.0}, "rope_scaling is 8.0: it needs to be a te_jax.models.RopeScaling"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0, 32), "rope_theta": 1.0}, "rope_theta is 1.0: with yarn"),
+        ({"activation": "swish"}, "activation is 'swish'; it must be one of"),
+        ({"attention_biases": ("gate",)}, r"attention_biases is \('gate',\): .* out of \('query'"),
+        ({"attention_biases": "query"}, "attention_biases is 'query'"),
+        ({"attention_sinks": 1}, "attention_sinks is 1: it needs to be True or False"),
+        ({"tied_head": "False"}, "tied_head is 'False': it needs to be True or False"),
     ],
 )
 def test_config_refuses_what_cannot_be_built(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"kind": "dynamic", "factor": 2.0}, "kind is 'dynamic': choose 'linear', 'llama3' or 'yarn'"),
+        ({"kind": "linear", "factor": 0.5}, "factor is 0.5: it needs to be at least 1"),
+        ({"kind": "linear", "factor": float("nan")}, "factor is nan: it needs to be a finite number"),
+        ({"kind": "llama3", "factor": 2.0}, "original_length is None: kind 'llama3' needs a whole number"),
+        ({"kind": "yarn", "factor": 2.0, "original_length": 10**400}, "original_length is 1000"),
+        ({"kind": "yarn", "factor": 2.0, "original_length": 8, "attention_factor": 0}, "attention_factor is 0"),
+        (
+            {"kind": "llama3", "factor": 2.0, "original_length": 8, "low_freq_factor": 4.0},
+            "low_freq_factor is 4.0 and high_freq_factor 4.0: the first needs to be the smaller one",
+        ),
+    ],
+)
+def test_rotary_scaling_refuses_what_it_cannot_do(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        RopeScaling(**arguments)
 
 
 CONFIG = PRESETS["nano"]

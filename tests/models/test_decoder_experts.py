@@ -231,13 +231,18 @@ def test_training_lowers_the_loss(rng):
         pytest.param({"data": 4, "tensor": 1}, ("data",), marks=pytest.mark.slow),
     ],
 )
-def test_devices_that_divide_experts_have_the_losses_of_one(axes, expert_axes, rng, require_devices):
+@pytest.mark.parametrize("biases", [False, True])
+def test_devices_that_divide_experts_have_the_losses_of_one(axes, expert_axes, biases, rng, require_devices):
     require_devices(math.prod(axes.values()))
-    config = dataclasses.replace(ONE_BLOCK, vocab_size=20)
+    experts = dataclasses.replace(ONE_BLOCK.experts, biases=biases)
+    config = dataclasses.replace(ONE_BLOCK, vocab_size=20, experts=experts)
     devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values())
     mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * 2)
     parallel = TensorParallel(axes["tensor"], batch_axes=("data",), expert_axes=expert_axes)
-    params = jit_init(config, jax.random.key(3))
+    params = jax.tree.map_with_path(
+        lambda path, leaf: 0.3 * rng.standard_normal(leaf.shape, np.float32) if "bias" in path[-1].key else leaf,
+        jit_init(config, jax.random.key(3)),
+    )
     specs = models.param_specs(config, parallel)
     assert specs["layers"][0]["gate"] == P(expert_axes or ("tensor",))
     tokens = jax.device_put(np.asarray(rng.integers(0, config.vocab_size, (4, 8)), jnp.int32))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_tensor_parallel import jit, mesh_of, placed, random_batch, random_params
+from test_tensor_parallel import ALL_VARIANTS, jit, mesh_of, placed, random_batch, random_params
 
 from te_jax import layers, optim
 from te_jax.models import (
@@ -57,6 +57,12 @@ CASES = {
     "tensor parallel": (BLOCK, {}, {"fsdp": 2, "tensor": 2}),
     "replicas": (BLOCK, {"replica_axis": "replica"}, {"replica": 2, "fsdp": 2, "tensor": 1}),
     "experts": (EXPERTS | BLOCK, {}, {"fsdp": 2, "tensor": 1}),
+    "all variants": (ALL_VARIANTS | BLOCK, {}, {"fsdp": 2, "tensor": 2}),
+    "experts with biases": (
+        EXPERTS | BLOCK | {"experts": dataclasses.replace(EXPERTS["experts"], biases=True)},
+        {},
+        {"fsdp": 2, "tensor": 2},
+    ),
 }
 
 
@@ -90,7 +96,9 @@ def test_loss_and_gradients_are_those_of_whole_parameters(case, rng, mesh_of):
     value, found = gradient_of(mesh, config, parallel)(placed(params, mesh, config, parallel), *batch)
     of_whole = dataclasses.replace(config, offload=None)
     expected = gradient_of(mesh, of_whole, whole(parallel))(placed(params, mesh, config, whole(parallel)), *batch)
-    assert_same((value, found), expected)
+    # A GPU adds in another order, after which some values are rounded to the next one of FP8.
+    in_order = jax.default_backend() == "cpu" or config.recipe is None
+    assert_same((value, found), expected, 1e-6 if in_order else 5e-3)
     for (path, leaf), spec in zip(
         jax.tree.leaves_with_path(found), jax.tree.leaves(param_specs(config, parallel)), strict=True
     ):
@@ -175,9 +183,10 @@ def test_delayed_scaling_has_one_state_for_all_devices(rng, mesh_of):
     assert_same(found, expected)
 
 
-def test_microbatches_of_kernels_that_are_quantized_once(rng, mesh_of):
+@pytest.mark.parametrize("changes", [{}, ALL_VARIANTS], ids=["plain", "variants"])
+def test_microbatches_of_kernels_that_are_quantized_once(changes, rng, mesh_of):
     """Each device quantizes its parts, and adds to its parts of the sums."""
-    config, mesh = dataclasses.replace(CONFIG, **BLOCK), mesh_of(fsdp=2, tensor=1)
+    config, mesh = dataclasses.replace(CONFIG, **BLOCK | changes), mesh_of(fsdp=2, tensor=1)
     parallel = TensorParallel(1, fsdp=SHARED)
     params = placed(random_params(config, rng), mesh, config, parallel)
     batches = [random_batch(config, rng, (2, 128)) for _ in range(2)]

@@ -17,6 +17,7 @@ from te_jax import hlo, layers, optim
 from te_jax.models import (
     PRESETS,
     DecoderConfig,
+    RopeScaling,
     TensorParallel,
     apply,
     init,
@@ -29,7 +30,8 @@ from te_jax.models import (
     requantize,
 )
 from te_jax.offload import Offload
-from te_jax.parallel import P2P, Ring
+from te_jax.ops import Activation
+from te_jax.parallel import FSDP, P2P, Ring
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
@@ -38,6 +40,12 @@ CONFIG = DecoderConfig(
     vocab_size=24, num_layers=2, hidden_size=24, num_heads=12, num_kv_heads=6, head_dim=4, mlp_size=40, norm_eps=1e-3
 )
 TOKENS = (4, 16)
+ALL_VARIANTS = {
+    **{"window": (None, 5), "rope_scaling": RopeScaling("yarn", factor=4.0, original_length=8), "qk_norm": True},
+    **{"activation": Activation("silu", alpha=1.7, limit=0.5, offset=1.0), "attention_sinks": True},
+    **{"attention_biases": ("query", "key", "value", "out"), "zero_centered_norms": True, "scaled_embedding": True},
+    "tied_head": True,
+}
 TRANSPORTS = ["xla", "ring", "p2p"]
 
 # Nearly all of the time goes into compiling.
@@ -69,12 +77,13 @@ def mesh_of(require_devices):
 
 
 def random_params(config, rng):
-    """Parameters as `init` has them, but with norms that are not 1."""
+    """Parameters as `init` has them, but with norms that are not 1, and biases and sinks that are not 0."""
 
     def draw(path, leaf):
         if "norm" in path[-1].key:
             return jax.device_put(np.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype))
-        scale = 1.0 if path[-1].key == "embedding" else leaf.shape[-2] ** -0.5
+        of_vector = leaf.ndim == 1 or path[-1].key.endswith("_bias")
+        scale = 0.3 if of_vector else 1.0 if path[-1].key == "embedding" else leaf.shape[-2] ** -0.5
         return jax.device_put(np.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype))
 
     return jax.tree.map_with_path(draw, jax.eval_shape(functools.partial(init, config), jax.random.key(0)))
@@ -145,6 +154,45 @@ def test_loss_and_gradients_are_those_of_one_device(size, transport, rng, reques
     compare(CONFIG, TensorParallel(size, transport=transport), mesh_of(tensor=size), rng, tolerance=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("axes", "changes"),
+    [
+        ({"tensor": 2}, {}),
+        ({"tensor": 4}, {}),
+        ({"fsdp": 2, "tensor": 1}, {}),
+        ({"fsdp": 2, "tensor": 2}, {"remat": True}),
+        ({"fsdp": 2, "tensor": 4}, {"remat": True}),
+        ({"fsdp": 3, "tensor": 2}, {"tied_head": False}),
+    ],
+)
+def test_variants_of_the_decoder(axes, changes, rng, mesh_of):
+    """A tied embedding is one parameter with two gradients, which devices of fsdp have parts of in another order."""
+    fsdp = FSDP(axes["fsdp"], reduce_dtype="float32", min_size=0) if "fsdp" in axes else None
+    config = dataclasses.replace(CONFIG, **ALL_VARIANTS | changes)
+    shape = (6, 16) if axes.get("fsdp") == 3 else TOKENS
+    parallel = TensorParallel(axes["tensor"], fsdp=fsdp)
+    reference = dataclasses.replace(config, remat=False)
+    compare(config, parallel, mesh_of(**axes), rng, reference=reference, tolerance=2e-5, shape=shape)
+    if fsdp is not None:
+        spec = param_specs(config, parallel)["embedding"]
+        assert spec == P(None, ("fsdp", "tensor") if config.tied_head else ("tensor", "fsdp"))
+
+
+def test_logits_of_variants(rng, mesh_of):
+    config, mesh = dataclasses.replace(CONFIG, **ALL_VARIANTS), mesh_of(fsdp=2, tensor=2)
+    parallel = TensorParallel(2, fsdp=FSDP(2, reduce_dtype="float32", min_size=0))
+    params, (tokens, _) = random_params(config, rng), random_batch(config, rng)
+    logits = jit(parallel_apply(mesh, config, parallel))(placed(params, mesh, config, parallel), tokens)
+    assert_close(logits, jit(apply, static_argnums=2)(params, tokens, config), tolerance=1e-5)
+
+
+def test_devices_that_share_a_sequence_take_no_sinks(rng, mesh_of):
+    config, mesh = dataclasses.replace(CONFIG, attention_sinks=True), mesh_of(context=2, tensor=1)
+    parallel = TensorParallel(1, batch_axes=("context",), context_axis="context")
+    with pytest.raises(ValueError, match=r"config.attention_sinks is True, which devices that share a sequence"):
+        parallel_loss(mesh, config, parallel)(random_params(config, rng), *random_batch(config, rng))
+
+
 @pytest.mark.parametrize("offload", [None, Offload(min_size=0)], ids=["on the device", "offload"])
 def test_a_batch_that_is_split_too_and_blocks_that_are_recomputed(offload, rng, mesh_of):
     """Sequences have different numbers of targets, so a mean of means would be another loss."""
@@ -211,9 +259,11 @@ def test_fp8_is_as_accurate_as_on_one_device(recipe, head, rng, mesh_of):
     assert error(jax.device_get(shared)) <= 1.2 * error(alone) + 1e-5
 
 
-def test_kernels_that_are_quantized_once(rng, mesh_of):
+@pytest.mark.parametrize("changes", [{}, ALL_VARIANTS], ids=["plain", "variants"])
+def test_kernels_that_are_quantized_once(changes, rng, mesh_of):
     """Each device quantizes its parts once for all microbatches, and adds their gradients in place."""
-    config, mesh, parallel = dataclasses.replace(FOR_FP8, recipe=CurrentScaling()), mesh_of(tensor=2), TensorParallel(2)
+    config = dataclasses.replace(FOR_FP8, recipe=CurrentScaling(), **changes)
+    mesh, parallel = mesh_of(tensor=2), TensorParallel(2)
     params = placed(random_params(config, rng), mesh, config, parallel)
     batches = [random_batch(config, rng, (1, 256)) for _ in range(2)]
     how = requantize(config, parallel=parallel)

@@ -1,0 +1,578 @@
+"""Models of Hugging Face: logits of transformers from its own folders, what is written back, and what is refused.
+
+The folders, and what transformers computes of them, are in tests/models/hf; make.py there made them.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from te_jax.layers import Router
+from te_jax.models import (
+    PRESETS,
+    Experts,
+    FolderError,
+    RopeScaling,
+    TensorParallel,
+    apply,
+    config_from_hf,
+    from_hf,
+    generate,
+    huggingface,
+    param_specs,
+    to_hf,
+)
+from te_jax.models.safetensors import Tensors, write
+from te_jax.ops import Activation
+from te_jax.parallel import FSDP
+from te_jax.recipe import BlockScaling, CurrentScaling
+
+HF = pathlib.Path(__file__).parent / "hf"
+FOLDERS = sorted(path.name for path in HF.iterdir() if (path / "config.json").is_file())
+
+# Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
+FEW = ("llama_tied", "mixtral", "gpt_oss")
+few = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in FOLDERS]
+)
+
+load = functools.cache(lambda name: from_hf(HF / name))
+jit_apply = jax.jit(apply, static_argnums=2)
+
+
+@functools.cache
+def expected(name):
+    with np.load(HF / name / "expected.npz") as arrays:
+        return arrays["tokens"].astype(np.int32), arrays["logits"]
+
+
+def fields_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def folder_with(folder, like, changes=(), remove=(), text=None):
+    """A folder with the tensors of another one, and a changed config.json."""
+    folder.mkdir()
+    for path in (HF / like).glob("model*"):
+        (folder / path.name).symlink_to(path)
+    fields = {name: value for name, value in fields_of(HF / like).items() if name not in remove}
+    (folder / "config.json").write_text(json.dumps(fields | dict(changes)) if text is None else text)
+    return folder
+
+
+def assert_equal(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        assert leaf.dtype == other.dtype, path
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other), err_msg=str(path))
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_are_those_of_transformers(name):
+    config, params = load(name)
+    tokens, logits = expected(name)
+    # A GPU has grouped products of float32 in the reference alone.
+    run = jax.jit(functools.partial(apply, config=config, implementation="reference"))
+    found = np.asarray(run(params, tokens))
+    assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_generated_tokens_are_those_of_transformers(name):
+    config, params = load(name)
+    with np.load(HF / name / "expected.npz") as arrays:
+        wanted = arrays["generated"].astype(np.int32)
+    time = wanted.shape[1] - 16
+    found = generate(params, wanted[:, :time], config, max_new_tokens=16, implementation="reference")
+    np.testing.assert_array_equal(found, wanted[:, time:])
+
+
+# Bounds of the median error of a token's logits: a token whose router is near a tie may meet another expert. Every
+# product of FP8 has an error of about 4 %, and these models add up to ten in a row. A model that lacks its windows,
+# biases, sinks, norms of heads or scaled positions has an error of 0.25 to 1.2.
+PRECISIONS = {
+    "bfloat16": ({"dtype": "bfloat16"}, (3e-3, 2e-2)),
+    "blocks": ({"recipe": BlockScaling()}, (3e-2, 0.25)),
+    "tensors": ({"recipe": CurrentScaling()}, (3e-2, 0.25)),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@few
+def test_logits_in_less_than_float32(name, precision):
+    changes, (least, most) = PRECISIONS[precision]
+    config, params = load(name)
+    tokens, logits = expected(name)
+    with jax.numpy_dtype_promotion("standard"):  # attention in bfloat16 needs it
+        found = np.asarray(jit_apply(params, tokens, dataclasses.replace(config, **changes)), np.float32)
+    error = np.median(np.linalg.norm(found - logits, axis=-1) / np.linalg.norm(logits, axis=-1))
+    assert least < error < most
+
+
+def test_parameters_in_bfloat16_are_the_bits_of_the_file():
+    _, params = from_hf(HF / "mistral", param_dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    assert_equal(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), load("mistral")[1])
+
+
+def test_changes_say_how_it_is_computed():
+    config, _ = from_hf(HF / "qwen3", dtype="bfloat16", remat=True, recipe=BlockScaling())
+    assert config == dataclasses.replace(load("qwen3")[0], dtype="bfloat16", remat=True, recipe=BlockScaling())
+    assert config == config_from_hf(HF / "qwen3", dtype="bfloat16", remat=True, recipe=BlockScaling())
+
+
+@pytest.mark.parametrize(
+    ("name", "axis_type"),
+    [
+        pytest.param("llama_tied", AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param("mixtral", AxisType.Auto, marks=pytest.mark.slow),
+        ("gpt_oss", AxisType.Auto),
+    ],
+)
+def test_each_device_reads_its_own_part(name, axis_type, require_devices, monkeypatch):
+    """Also of those tensors that devices turn, and of experts that are tensors of their own."""
+    require_devices(4)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    parallel = TensorParallel(2, fsdp=FSDP(2, min_size=0))
+
+    def shardings(config):
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, parallel))
+
+    def checked(make):
+        def put(values, place):
+            arrays.append(make(values, place))
+            return arrays[-1]
+
+        return put
+
+    arrays = []
+    for function in ("_put", "_put_stacked"):
+        monkeypatch.setattr(huggingface, function, checked(getattr(huggingface, function)))
+    config, params = from_hf(HF / name, shardings=shardings)
+    monkeypatch.undo()
+    places = jax.tree.leaves(shardings(config))
+    assert_equal(params, load(name)[1])
+    for array, param, place in zip(arrays, jax.tree.leaves(params), places, strict=True):
+        assert param.sharding.is_equivalent_to(place, param.ndim)
+        whole_of = param.size // param.addressable_shards[0].data.size
+        assert array.size == param.size
+        assert array.size // array.addressable_shards[0].data.size == whole_of
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+@few
+def test_what_was_read_is_written_bit_for_bit(name, tmp_path):
+    config, params = load(name)
+    to_hf(tmp_path / "new", config, params, like=HF / name, dtype="bfloat16")
+    found, wanted = Tensors.open(tmp_path / "new"), Tensors.open(HF / name)
+    assert found.types == wanted.types
+    for tensor in wanted.types:
+        assert found.read(tensor).tobytes() == wanted.read(tensor).tobytes(), tensor
+    fields, those_of_like = fields_of(tmp_path / "new"), fields_of(HF / name)
+    those_of_like["torch_dtype"] = those_of_like.pop("dtype", "bfloat16")
+    assert fields == those_of_like
+
+
+@few
+def test_without_like_it_describes_itself(name, tmp_path):
+    config, params = load(name)
+    to_hf(tmp_path / "new", dataclasses.replace(config, remat=True, recipe=BlockScaling()), params)
+    again, params_again = from_hf(tmp_path / "new")
+    assert again == config
+    assert_equal(params_again, params)
+    assert fields_of(tmp_path / "new")["torch_dtype"] == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_like", [False, True])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_transformers_reads_what_is_written(name, with_like, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config, params = load(name)
+    to_hf(tmp_path / "new", config, params, like=HF / name if with_like else None)
+    tokens, logits = expected(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new", dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        found = model(torch.tensor(tokens, dtype=torch.int64)).logits.numpy()
+    assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+def test_a_tokenizer_goes_along(tmp_path):
+    like = folder_with(tmp_path / "like", "llama")
+    (like / "tokenizer.json").write_text("{}")
+    (like / "README.md").write_text("of another model")
+    to_hf(tmp_path / "new", *load("llama"), like=like)
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "like", "words"),
+    [
+        ("llama", {}, "mistral", "config is DecoderConfig.*, and like, .*mistral, has DecoderConfig.*: leave like out"),
+        ("llama", {"activation": "relu"}, None, "none of llama, mistral, .*, gpt_oss has such models"),
+        ("llama", {"activation": "relu"}, "llama", "leave like out"),
+        ("llama", {"attention_biases": ("out",)}, None, "none of llama"),
+        ("mistral", {"window": (5, None)}, None, "none of llama"),
+        ("gpt_oss", {"window": (5, 6)}, None, "none of llama"),
+        ("qwen3_moe", {"experts": Experts(4, Router(2, score="sigmoid"))}, None, "none of llama"),
+    ],
+)
+def test_what_cannot_be_written(name, changes, like, words, tmp_path):
+    config, params = load(name)
+    with pytest.raises(ValueError, match=words):
+        to_hf(
+            tmp_path / "new", dataclasses.replace(config, **changes), params, like=None if like is None else HF / like
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_is_not_overwritten(tmp_path):
+    like = folder_with(tmp_path / "like", "llama")
+    with pytest.raises(FolderError, match="already holds a model"):
+        to_hf(like, *load("llama"))
+
+
+# ------------------------------------------------------------------------------------------------------------ configs
+
+# As on the hub, of which bos_token_id and the like are left out; numbers of parameters are those that the hub names.
+_SILU = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
+_UNBIASED = _SILU | {"attention_bias": False, "attention_dropout": 0.0}
+_LLAMA = _UNBIASED | {"model_type": "llama", "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-5}
+_LLAMA3 = _LLAMA | {
+    **{"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0},
+    **{"max_position_embeddings": 131072, "eos_token_id": [128001, 128008, 128009]},
+}
+_OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MISTRAL = _SILU | {
+    **{"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768},
+    **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    **{"tie_word_embeddings": False, "attention_dropout": 0.0},
+}
+_QWEN = _SILU | {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "use_sliding_window": False}
+_QWEN |= {"tie_word_embeddings": False, "rope_theta": 1000000.0}
+_QWEN3 = _QWEN | {
+    **{"attention_bias": False, "head_dim": 128, "max_position_embeddings": 40960, "num_attention_heads": 32},
+    **{"rope_scaling": None, "sliding_window": None, "vocab_size": 151936},
+}
+_GPT_OSS = _SILU | {
+    **{"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": True, "vocab_size": 201088},
+    **{"attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880},
+    **{"initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131072},
+    **{
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+    },
+    **{"num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False},
+    **{"pad_token_id": 199999, "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9},
+    **{"sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"rope_type": "yarn", "truncate": False},
+    },
+}
+HUB = {
+    "Llama-2-7b": (
+        _LLAMA
+        | {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 32, "vocab_size": 32000, "rope_scaling": None, "tie_word_embeddings": False},
+        6_738_415_616,
+        {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": 128},
+    ),
+    "Llama-3.1-8B": (
+        _LLAMA3
+        | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False}
+        | {"rope_scaling": _OF_LLAMA3 | {"factor": 8.0, "rope_type": "llama3"}},
+        8_030_261_248,
+        {"rope_scaling": RopeScaling("llama3", 8.0, 8192), "norm_eps": 1e-5},
+    ),
+    "Llama-3.2-1B": (
+        _LLAMA3
+        | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+        | {"head_dim": 64, "rope_scaling": _OF_LLAMA3 | {"factor": 32.0, "rope_type": "llama3"}},
+        1_235_814_400,
+        {"rope_scaling": RopeScaling("llama3", 32.0, 8192), "tied_head": True},
+    ),
+    "Mistral-7B-v0.1": (
+        _MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
+        7_241_732_096,
+        {"window": 4096},
+    ),
+    "Mistral-7B-v0.3": (
+        _MISTRAL | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+        7_248_023_552,
+        {"window": None, "rope_theta": 1e6},
+    ),
+    "Qwen2.5-7B": (
+        _QWEN
+        | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072}
+        | {"max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
+        | {"sliding_window": 131072, "use_mrope": False, "vocab_size": 152064},
+        7_615_616_512,
+        {"window": None, "attention_biases": ("query", "key", "value"), "qk_norm": False},
+    ),
+    "Qwen3-8B": (
+        _QWEN3
+        | {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36}
+        | {"num_hidden_layers": 36, "num_key_value_heads": 8},
+        8_190_735_360,
+        {"qk_norm": True, "attention_biases": (), "norm_eps": 1e-6},
+    ),
+    "Qwen3-30B-A3B": (
+        _QWEN3
+        | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144}
+        | {"max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.001},
+        30_532_122_624,
+        {"mlp_size": 768, "experts": Experts(128, Router(8), balance_weight=0.001)},
+    ),
+    "gemma-2b": (
+        _UNBIASED
+        | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "hidden_size": 2048}
+        | {"intermediate_size": 16384, "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1}
+        | {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000},
+        2_506_172_416,
+        {"activation": "gelu", "tied_head": True, "zero_centered_norms": True, "scaled_embedding": True},
+    ),
+    "Mixtral-8x7B-v0.1": (
+        _MISTRAL
+        | {"model_type": "mixtral", "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000}
+        | {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False}
+        | {"router_aux_loss_coef": 0.02},
+        46_702_792_704,
+        {"experts": Experts(8, Router(2), balance_weight=0.02), "window": None},
+    ),
+    "gpt-oss-20b, dequantized": (
+        _GPT_OSS,
+        20_914_757_184,
+        {
+            "rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False),
+            "activation": Activation("silu", alpha=1.702, limit=7.0, offset=1.0),
+            "window": (128, None) * 12,
+            "attention_sinks": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_models_of_the_hub(name, tmp_path):
+    fields, count, wanted = HUB[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = config_from_hf(tmp_path)
+    assert config.num_parameters == count
+    assert {field: getattr(config, field) for field in wanted} == wanted
+
+
+def test_llama_3_8b_is_a_preset(tmp_path):
+    fields = HUB["Llama-3.1-8B"][0] | {"rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert config_from_hf(tmp_path, dtype="bfloat16", remat=True) == PRESETS["8b"]
+
+
+@pytest.mark.parametrize(
+    ("like", "changes", "remove", "wanted"),
+    [
+        ("mistral", {}, ["sliding_window"], {"window": 4096}),
+        ("mixtral", {"rope_parameters": {}}, ["rms_norm_eps"], {"rope_theta": 1e6, "norm_eps": 1e-5}),
+        ("gemma", {}, ["hidden_act", "tie_word_embeddings"], {"activation": "gelu", "tied_head": True}),
+        ("qwen2", {"max_window_layers": 2}, ["layer_types"], {"window": None}),
+        ("qwen2", {"max_window_layers": 1}, ["layer_types"], {"window": (None, 6)}),
+        ("qwen2", {"max_window_layers": 0}, ["layer_types"], {"window": 6}),
+        ("qwen2", {}, ["layer_types", "max_window_layers"], {"window": None}),
+        ("qwen2", {"use_sliding_window": False}, ["layer_types"], {"window": None}),
+        ("qwen3", {"use_sliding_window": True, "layer_types": None}, ["sliding_window"], {"window": None}),
+        ("gpt_oss", {}, ["rope_parameters"], {"rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False)}),
+        ("gpt_oss", {"rope_parameters": {}}, ["sliding_window"], {"rope_theta": 150000.0, "window": (128, None)}),
+        ("llama", {"head_dim": None, "num_key_value_heads": None}, [], {"head_dim": 8, "num_kv_heads": 4}),
+        ("llama", {"unsloth_fixed": True, "_attn_implementation_autoset": True, "pretraining_tp": 2}, [], {}),
+    ],
+)  # fmt: skip
+def test_fields_that_are_left_out_have_the_values_of_transformers(like, changes, remove, wanted, tmp_path):
+    config = config_from_hf(folder_with(tmp_path / "new", like, changes, remove))
+    wanted = wanted or dataclasses.asdict(load(like)[0])
+    assert {field: getattr(config, field) for field in wanted} == {**wanted, **_nested(wanted, config)}
+
+
+def _nested(wanted, config):
+    """`dataclasses.asdict` makes dicts of values that are dataclasses."""
+    return {name: getattr(config, name) for name, value in wanted.items() if isinstance(value, dict)}
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def _yarn(**changes):
+    return {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} | changes}
+
+
+@pytest.mark.parametrize(
+    ("like", "changes", "words"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is unknown to te_jax.models and may change"),
+        ("llama", {"a": 1, "b": 2}, "'a', 'b' are unknown"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, r"is quantized \(quantization_config\): load it"),
+        ("llama", {"model_type": "mamba"}, "model_type is 'mamba': te_jax.models knows llama, mistral"),
+        ("llama", {"model_type": ["llama"]}, r"model_type is \['llama'\]: it must be of type str"),
+        ("llama", {"model_type": None}, "model_type is missing"),
+        ("llama", {"hidden_size": True}, "hidden_size is True: it must be of type int"),
+        ("llama", {"hidden_size": "32"}, "hidden_size is '32'"),
+        ("llama", {"hidden_size": 32.0}, "hidden_size is 32.0"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama", {"hidden_size": {"a": {"b": {}}}}, "hidden_size is {'a'"),
+        ("llama", {"hidden_size": "x" * 10**6}, "hidden_size is 'x{56}…"),
+        ("llama", {"head_dim": 0}, "head_dim is 0: it needs"),
+        ("llama", {"head_dim": -16}, "head_dim is -16: it needs"),
+        ("llama", {"head_dim": 15}, "head_dim is 15"),
+        ("llama", {"num_attention_heads": 0}, "num_heads is 0"),
+        ("llama", {"num_hidden_layers": -1}, "num_layers is -1"),
+        ("llama", {"rms_norm_eps": 0}, "norm_eps is 0"),
+        ("llama", {"rms_norm_eps": 10**400}, "norm_eps is 1000"),
+        ("llama", {"mlp_bias": True}, "mlp_bias is True, and te_jax.models knows False alone"),
+        ("llama", {"attention_bias": 1}, "attention_bias is 1: it must be of type bool"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu': te_jax.models knows silu, gelu_pytorch_tanh"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"rope_parameters": 3}, "rope_parameters is 3"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic': te_jax"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "of rotary positions: factor is missing"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor is 0.5: .* at least 1"),
+        ("llama", {"rope_parameters": {"rope_theta": True}}, "rope_theta is True"),
+        ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is unknown"),
+        ("llama", _yarn(mscale=1.0), "'mscale' is unknown"),
+        ("llama", _yarn(rope_theta=1), "rope_theta is 1.0: with yarn"),
+        ("llama", _yarn(original_max_position_embeddings=0), "original_length is 0"),
+        ("llama", _yarn(original_max_position_embeddings=10**400), "original_length is 1000"),
+        ("llama", _yarn(beta_fast="a"), "beta_fast is 'a'"),
+        ("mistral", {"sliding_window": 0}, "window is 0"),
+        ("mistral", {"sliding_window": True}, "sliding_window is True"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "'layer_types' is unknown"),
+        ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, and num_hidden_layers is 2"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types names others"),
+        ("qwen2", {"layer_types": [["full_attention"], None]}, "layer_types names others"),
+        ("qwen2", {"layer_types": "full_attention"}, "layer_types is 'full_attention': it must be of type list"),
+        ("qwen2", {"layer_types": None, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and .* at most"),
+        ("qwen2", {"layer_types": None, "max_window_layers": "a"}, "max_window_layers is 'a'"),
+        ("qwen2", {"use_mrope": True}, "use_mrope is True"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts is 4: .* at least router.top_k, 5"),
+        ("mixtral", {"num_experts_per_tok": 0}, "router.top_k is 0"),
+        ("mixtral", {"router_aux_loss_coef": -1}, "balance_weight is -1"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False, and te_jax.models knows True alone"),
+        ("gpt_oss", {"layer_types": None}, "layer_types is missing"),
+        ("gpt_oss", {"swiglu_limit": 0}, "limit is 0"),
+        ("gpt_oss", {"swiglu_limit": "7"}, "swiglu_limit is '7'"),
+        # These are configs that no tensors belong to.
+        ("llama", {"num_hidden_layers": 10**9}, r"lacks model.layers.2.\S+, .*, which config.json asks for"),
+        ("mixtral", {"num_local_experts": 10**9}, r"lacks model.layers.0.\S+experts.10.w1.weight"),
+        ("gpt_oss", {"num_local_experts": 10**9}, r"router.weight has shape \(4, 32\), .* \(1000000000, 32\)"),
+        ("llama", {"vocab_size": 10**12}, r"embed_tokens.weight has shape \(64, 32\), .* \(1000000000000, 32\)"),
+        ("llama", {"intermediate_size": 10**30}, r"gate_proj.weight has shape \(48, 32\), .* \(10{30}, 32\)"),
+        ("llama", {"head_dim": 2 * 10**12}, "q_proj.weight has shape"),
+        ("llama", {"num_hidden_layers": 1}, r"has model.layers.1.\S+, .* which config.json does not ask for"),
+        ("llama", {"attention_bias": False}, "has model.layers.0.self_attn.k_proj.bias, .* does not ask for"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(like, changes, words, tmp_path, monkeypatch):
+    """Before parameters are thought of, of which there may be any number."""
+    monkeypatch.setattr(huggingface.decoder, "init", None)
+    with pytest.raises(FolderError, match=words):
+        from_hf(folder_with(tmp_path / "new", like, changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "llama", "rms_norm_eps": NaN}', "NaN is not JSON"),
+        ('{"a":' * 10**5, "invalid"),
+        ("[]", "it is no object"),
+        ('{"model_type": "llama", "model_type": "gemma"}', "'model_type' occurs twice"),
+        (" " * 10_000_001, "more than 10000000 bytes, which no model needs"),
+    ],
+    ids=["NaN", "nested", "list", "twice", "long"],
+)
+def test_files_that_are_no_config(text, words, tmp_path):
+    with pytest.raises(FolderError, match=words):
+        config_from_hf(folder_with(tmp_path / "new", "llama", text=text))
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with pytest.raises(FolderError, match=r"config.json cannot be read: No such file"):
+        from_hf(tmp_path)
+
+
+def _without(name):
+    return lambda arrays: arrays.pop(name)
+
+
+def _with(name, change):
+    return lambda arrays: arrays.update({name: change(arrays.get(name))})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without("model.norm.weight"), "lacks model.norm.weight, which config.json asks for"),
+        (_with("model.norm.bias", lambda _: np.zeros(3, np.float32)), "has model.norm.bias, which config.json does"),
+        (_with("lm_head.weight", np.transpose), r"lm_head.weight has shape \(32, 64\), .* asks for \(64, 32\)"),
+        (_with("model.norm.weight", lambda x: x[None]), r"model.norm.weight has shape \(1, 32\)"),
+        (_with("model.norm.weight", lambda x: x.astype(np.int8)), "has dtype int8, and te_jax.models reads float32"),
+    ],
+    ids=["missing", "more", "transposed", "two dimensions", "int8"],
+)  # fmt: skip
+def test_tensors_that_are_refused(change, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface.decoder, "init", None)
+    with pytest.raises(FolderError, match=words):
+        from_hf(_changed(tmp_path / "new", change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _with("model.layers.0.self_attn.rotary_emb.inv_freq", lambda _: np.zeros(8, np.float32)),
+        _with("lm_head.weight", lambda _: np.zeros((64, 32), np.float32)),
+    ],
+    ids=["frequencies", "a head that is tied"],
+)
+def test_tensors_that_are_left(change, tmp_path):
+    config, params = from_hf(_changed(tmp_path / "new", change, like="llama_tied"))
+    assert config == load("llama_tied")[0]
+    assert_equal(params, load("llama_tied")[1])
+
+
+def _changed(folder, change, like="llama"):
+    """A folder with changed tensors."""
+    tensors = Tensors.open(HF / like)
+    arrays = {name: tensors.read(name) for name in tensors.types}
+    change(arrays)
+    types = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+    write(folder, types, arrays.__getitem__)
+    shutil.copyfile(HF / like / "config.json", folder / "config.json")
+    return folder
+
+
+def test_shardings_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match=r"shardings has .*: it needs to be a NamedSharding"):
+        from_hf(HF / "llama", shardings=lambda config: jax.tree.map(lambda _: jax.devices()[0], load("llama")[1]))

@@ -1,0 +1,112 @@
+"""Adapters of the decoder: the same as merged kernels, gradients of them alone, and no gradient of a kernel."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax.layers import Router
+from te_jax.models import (
+    PRESETS,
+    Experts,
+    Lora,
+    apply,
+    init,
+    join_adapters,
+    loss,
+    merge_adapters,
+    split_adapters,
+)
+from te_jax.recipe import BlockScaling
+from te_jax.testing import assert_close
+
+CONFIG = dataclasses.replace(PRESETS["nano"], hidden_size=64, mlp_size=128, lora=Lora(4))
+
+
+def drawn(config, rng):
+    """Parameters whose adapters add something, and tokens."""
+    params = init(config, jax.random.key(0))
+    moved = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.05, x.shape), jnp.float32), params)
+    return moved, jnp.asarray(rng.integers(0, 256, (2, 32)), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora": Lora(2, alpha=1.0, names=("query", "down"))},
+        pytest.param(
+            {"experts": Experts(2, Router(top_k=1)), "lora": Lora(2, names=("key", "out"))}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["all", "some", "experts"],
+)
+def test_adapters_compute_what_merged_kernels_do(changes, rng):
+    config = dataclasses.replace(CONFIG, **changes)
+    params, tokens = drawn(config, rng)
+    merged_config, merged = merge_adapters(config, params)
+    assert merged_config == dataclasses.replace(config, lora=None)
+    assert config.num_parameters == sum(x.size for x in jax.tree.leaves(params))
+    found, expected = (
+        apply(each, tokens, shape, implementation="reference")
+        for each, shape in ((params, config), (merged, merged_config))
+    )
+    assert_close(found, expected, tolerance=1e-5)
+    joined = join_adapters(*split_adapters(params))
+    jax.tree.map(np.testing.assert_array_equal, joined, params)
+
+
+def test_adapters_start_as_nothing_and_learn(rng):
+    params, tokens = init(CONFIG, jax.random.key(0)), jnp.asarray(rng.integers(0, 256, (2, 32)), jnp.int32)
+    adapters, frozen = split_adapters(params)
+    plain = dataclasses.replace(CONFIG, lora=None)
+    np.testing.assert_array_equal(apply(params, tokens, CONFIG), apply(frozen, tokens, plain))
+    gradients = jax.grad(lambda a: loss(join_adapters(a, frozen), tokens, tokens, CONFIG))(adapters)
+    for layer in gradients["layers"]:
+        for name, gradient in layer.items():
+            assert bool(jnp.any(gradient)) == name.endswith("_b"), name  # a's is a product with b, which is 0
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_gradients_in_fp8_cost_no_weight_gradient(rng):
+    config = dataclasses.replace(CONFIG, recipe=BlockScaling(), num_layers=2)
+    params, tokens = drawn(config, rng)
+    adapters, frozen = split_adapters(params)
+
+    def of_adapters(adapters, frozen, config=config):
+        return loss(join_adapters(adapters, frozen), tokens, tokens, config)
+
+    compiled = jax.jit(jax.grad(of_adapters)).lower(adapters, frozen).compile()
+    both = jax.jit(jax.grad(of_adapters, argnums=(0, 1))).lower(adapters, frozen).compile()
+    products, more = (len(re.findall(r'custom_call_target="te_gemm"', each.as_text())) for each in (compiled, both))
+    assert more - products == 2 * 7 + 1  # kernels, and the head
+    found = compiled(adapters, frozen)
+    plain = dataclasses.replace(config, recipe=None)
+    expected = jax.grad(of_adapters)(adapters, frozen, plain)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(one, other, tolerance=0.15)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Lora(0), "rank is 0: it needs to be a whole number of at least 1"),
+        (lambda: Lora(2, alpha=0.0), "alpha is 0.0: it needs to be a finite number above 0, or None"),
+        (lambda: Lora(2, names=("head",)), r"names is \('head',\): it needs to be one or more names out of"),
+        (lambda: dataclasses.replace(CONFIG, lora=4), "lora is 4: it needs to be a te_jax.models.Lora"),
+        (
+            lambda: dataclasses.replace(CONFIG, experts=Experts(2, Router(top_k=1))),
+            "and experts have no adapters: choose out of",
+        ),
+        (
+            lambda: merge_adapters(dataclasses.replace(CONFIG, lora=None), {}),
+            "config.lora is None: there are no adapters to merge",
+        ),
+    ],
+)
+def test_what_is_no_lora_is_refused(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
