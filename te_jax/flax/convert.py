@@ -7,21 +7,25 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import DenyList, lift, meta, unfreeze
 from flax.linen import dtypes
 from flax.linen.module import InterceptorContext
+from flax.linen.transforms import lift_direct_transform
 from jax import Array
 
 from te_jax import native
 from te_jax.flax import linear as modules
 from te_jax.layers import convert as conversion
 from te_jax.layers import linear
+from te_jax.layers.kernel_products import call_with_products
 from te_jax.recipe import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -67,8 +71,9 @@ def convert(
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are those of the parameters, joined by "/". `*` matches any characters, also "/".
-      layers: an `EinsumLayer` for classes of yours, by class or by full name ("my_models.layers.Einsum"). Classes that
-        inherit their `__call__` are meant, too. Each call runs that of the class first, whose result `jit` removes.
+      layers: an `EinsumLayer` or a `KernelsLayer` for classes of yours, by class or by full name
+        ("my_models.layers.Einsum"). Classes that inherit their `__call__` are meant, too. `jit` removes the products of
+        the class itself. `init` runs a class with a `KernelsLayer` as it is.
       state_axis, implementation: as in `DenseGeneral`.
 
     Returns:
@@ -77,7 +82,7 @@ def convert(
 
     Raises:
       ValueError: module is no Linen module or bound, or recipe, rules or layers are invalid. Later, in a call: a class
-        of `layers` gives another shape than its subscripts.
+        of `layers` gives another shape than its subscripts, or uses a kernel otherwise than in products.
     """
     rules, known = conversion.validate(recipe, rules), conversion.validate_layers(layers)
     if not isinstance(module, nn.Module):
@@ -174,7 +179,7 @@ class _Conversion:
             y = call(*args, **kwargs)
             if _has_kernel(context):
                 reason = conversion.part_of(_running.composite)
-                self._note(module, "", module.get_variable("params", "kernel"), module.recipe, reason)
+                self._note(module, "kernel", module.get_variable("params", "kernel"), module.recipe, reason)
             return y
         if context.method_name == "__call__" and conversion.is_composite(module, _OURS):
             _running.composite = type(module)
@@ -182,7 +187,10 @@ class _Conversion:
                 return call(*args, **kwargs)
             finally:
                 _running.composite = None
-        if (how := self._einsum_layer(context)) is not None:
+        how = self._entry(context)
+        if isinstance(how, conversion.KernelsLayer):
+            return self._kernels(how, call, args, kwargs, context)
+        if how is not None:
             return self._einsum(how, call, args, kwargs, context)
         if not _has_kernel(context):
             y = call(*args, **kwargs)
@@ -202,26 +210,67 @@ class _Conversion:
                 reason = conversion.replaced_precision(module.precision)
                 options = linear.Options(recipe, self.state_axis, self.implementation)
                 y = _compute(module, options, *args, **kwargs)
-        self._note(module, "", module.get_variable("params", "kernel"), recipe, reason)
+        self._note(module, "kernel", module.get_variable("params", "kernel"), recipe, reason)
         return y
 
-    def _einsum_layer(self, context: InterceptorContext) -> conversion.EinsumLayer | None:
+    def _entry(self, context: InterceptorContext) -> conversion.EinsumLayer | conversion.KernelsLayer | None:
         module: Any = context.module
-        inherited = module is _running.einsum_layer  # its __call__ calls that of its base
-        if context.method_name != "__call__" or inherited or isinstance(module, (*_FLAX, *_OURS)):
+        inherited = module is _running.own_call  # its __call__ calls that of its base
+        plain = isinstance(module, _OURS) or (isinstance(module, _FLAX) and not _has_own_call(module))
+        if context.method_name != "__call__" or inherited or plain:
             return None
-        return conversion.einsum_layer(self.layers, type(module))
+        return conversion.entry_of(self.layers, type(module))
+
+    def _kernels(
+        self,
+        how: conversion.KernelsLayer,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: InterceptorContext,
+    ) -> Any:
+        """Runs the call of a class with kernels that `layers` names, and its products by these in FP8."""
+        module: Any = context.module
+        plain = functools.partial(_own_call, module, call)
+        first = plain(*args, **kwargs) if module.is_initializing() else None  # makes the parameters
+        params = module.variables.get("params", {})
+        kernels = {name: _at(params, name) for name in how.kernels}
+        foreign, options = _foreign_part(module, call, context), {}
+        for name, kernel in kernels.items():
+            obstacle = (
+                foreign if hasattr(kernel, "dtype") else f"it has no {name}, which its KernelsLayer names as the kernel"
+            )
+            experts = getattr(kernel, "ndim", 0) > 2
+            paths = "/".join(filter(None, (_path(module), name))), _path(module)
+            recipe, reason = conversion.decide(paths, self.recipe, self.rules, obstacle, experts=experts)
+            if recipe is not None and (obstacle := conversion.obstacle_in_kernel(kernel.shape, kernel.dtype, recipe)):
+                recipe, reason = None, obstacle
+            if recipe is not None:
+                options[name] = linear.Options(recipe, self.state_axis, self.implementation)
+            self._note(module, name, kernel, recipe, reason, experts=experts, share=how.share(module))
+        if first is not None:
+            return first
+        if not options:
+            return plain(*args, **kwargs)
+        name = f"{type(module).__module__}.{type(module).__qualname__}"
+        method = context.orig_method.func  # pyright: ignore[reportFunctionMemberAccess]
+
+        def te_jax_own_call(module: Any) -> Any:
+            return _own_call(module, functools.partial(method, module), *args, **kwargs)
+
+        return lift_direct_transform(
+            functools.partial(_with_products, options=options, owner=name),
+            (te_jax_own_call,),
+            module,
+            multi_scope=False,
+        )
 
     def _einsum(
         self, how: conversion.EinsumLayer, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
     ) -> Any:
         """Runs the call of a class that `layers` names, and its product in FP8 in the place of its own result."""
         module: Any = context.module
-        outer, _running.einsum_layer = _running.einsum_layer, module
-        try:
-            own = call(*args, **kwargs)  # makes the parameters
-        finally:
-            _running.einsum_layer = outer
+        own = _own_call(module, call, *args, **kwargs)  # makes the parameters
         name, *biases = how.variables(module)
         found = modules.unboxed(module.get_variable("params", name))
         x, subscripts, others = how.operands(type(module), module, args, kwargs)
@@ -236,7 +285,7 @@ class _Conversion:
             obstacle = obstacle or conversion.obstacle_in_subscripts(subscripts, shape, found.dtype)
         paths = _path(module), "/".join(filter(None, (_path(module), name)))
         recipe, reason = conversion.decide(paths, self.recipe, self.rules, obstacle, experts=experts)
-        self._note(module, "" if name == "kernel" else name, found, recipe, reason)
+        self._note(module, name, found, recipe, reason, experts=experts)
         if recipe is None:
             return own
         bias = modules.unboxed(module.get_variable("params", biases[0])) if biases else None
@@ -268,14 +317,28 @@ class _Conversion:
             if name not in ("scale", "bias") and getattr(value, "ndim", 0) >= 2 and not shared:
                 embedding = isinstance(module, nn.Embed) or "emb" in name
                 other = conversion.no_linear_layer(type(module), "nn.Dense, nn.DenseGeneral and nn.Einsum")
-                self._note(module, name, value, None, "an embedding" if embedding else other)
+                reason = conversion.EMBEDDING if embedding else other
+                self._note(module, name, value, None, reason, experts=value.ndim > 2)
 
-    def _note(self, module: nn.Module, name: str, kernel: Any, recipe: Recipe | None, reason: str) -> None:
+    def _note(
+        self,
+        module: nn.Module,
+        name: str,
+        kernel: Any,
+        recipe: Recipe | None,
+        reason: str,
+        *,
+        experts: bool = False,
+        share: Fraction | None = None,
+    ) -> None:
         shape = getattr(modules.unboxed(kernel), "shape", None)  # of a quantized kernel, none in some calls
-        kind = type(module).__name__ if shape is None else f"{type(module).__name__} {shape}"
-        key = _path(module), name
+        inner, _, name = name.rpartition("/")
+        path = "/".join(filter(None, (_path(module), inner)))
+        key = path, "" if name == "kernel" else name
         if shape is not None or key not in self.log.layers:
-            self.log.layers[key] = conversion.Layer(key[0], kind, recipe, reason)
+            self.log.layers[key] = conversion.layer_of_kernel(
+                path, type(module), shape, recipe, reason, experts=experts, share=share
+            )
 
 
 class _Running(threading.local):
@@ -285,7 +348,7 @@ class _Running(threading.local):
     conversion: _Conversion | None = None
     root: tuple[str, ...] = ()
     composite: type[nn.Module] | None = None
-    einsum_layer: nn.Module | None = None
+    own_call: nn.Module | None = None
 
 
 _running = _Running()
@@ -382,10 +445,52 @@ def _foreign_part(module: Any, call: Callable[..., Any], context: InterceptorCon
     return None
 
 
+def _own_call(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of a class that `layers` names, in which that of its base is no other layer."""
+    outer, _running.own_call = _running.own_call, module
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _running.own_call = outer
+
+
+def _with_products(function: Callable[..., Any], scope: Any, *, options: dict[str, linear.Options], owner: str) -> Any:
+    """A lifted transformation: function(scope), with its products by kernels in FP8."""
+
+    def inner(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any) -> Any:
+        ((variables,),) = variable_groups  # of one filter and one scope
+
+        def call(*values: Array) -> Any:
+            params = unfreeze(variables["params"])
+            for name, value in zip(options, values, strict=True):
+                *parents, leaf = name.split("/")
+                holder = functools.reduce(lambda tree, key: tree[key], parents, params)
+                holder[leaf] = meta.replace_boxed(holder[leaf], value)
+            scope = scope_fn((({**variables, "params": params},),), rng_groups)
+            y = function(scope)
+            return y, repack_fn(scope)
+
+        kernels = {name: _at(variables["params"], name) for name in options}
+        return call_with_products(call, kernels, options, owner, conversion.WAY_OUT_OF_KERNELS)
+
+    return lift.pack(inner, (True,), (DenyList("params"),), (True,), name="te_jax")(scope)
+
+
+def _at(params: Any, name: str) -> Any:
+    """The value of a parameter by its path, or None."""
+    for key in name.split("/"):
+        params = params.get(key) if isinstance(params, Mapping) else None
+    return modules.unboxed(params)
+
+
+def _has_own_call(module: Any) -> bool:
+    flax = next(layer for layer in _FLAX if isinstance(module, layer))
+    return type(module).__call__ is not flax.__call__
+
+
 def _own_behaviour(module: Any) -> str | None:
     """How a layer of Flax behaves otherwise than te_jax's, if so."""
-    flax = next(layer for layer in _FLAX if isinstance(module, layer))
-    if type(module).__call__ is not flax.__call__:
+    if _has_own_call(module):
         return f"{type(module).__name__} has a __call__ of its own"
     usual = {"promote_dtype": dtypes.promote_dtype}
     for name in ("dot_general", "dot_general_cls", "promote_dtype", "preferred_element_type"):

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.layers import linear
-from te_jax.recipe import Recipe
+from te_jax.recipe import DelayedScaling, Recipe
 
 Rules = Sequence[tuple[str, Recipe | None]]
 
@@ -27,7 +28,7 @@ _HEADS = {
     *("head", "lm_head", "output_head", "logits", "logitdense", "logit_dense", "logits_dense"),
     *("classifier", "unembed", "unembedding"),
 }
-_ROUTERS = {"router", "routers"}
+_ROUTERS = {"router", "routers", "router_logits"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,45 @@ class EinsumLayer:
         return self.subscripts if "->" in self.subscripts else getattr(module, self.subscripts, None)
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelsLayer:
+    """For `layers=` of `convert`: which parameters of a class of yours are kernels, whatever else its `__call__` does.
+
+        layers={MoE: KernelsLayer(("gate_proj", "up_proj", "down_proj"), experts=("top_k", "num_experts"))}
+        layers={Adapted: KernelsLayer(("kernel",))}
+
+    The `__call__` of the class runs as it is, except for its products of an array and a kernel: those of `jnp.dot`,
+    `jnp.einsum`, `jax.lax.dot_general` and `jax.lax.ragged_dot` run in FP8. Before its product a kernel may be cast,
+    multiplied by a number, transposed, reshaped, sliced and joined with others, also inside of `jax.jit`,
+    `jax.checkpoint`, `jax.lax.scan`, `jax.lax.cond` and `jax.shard_map`. Any other use of a kernel is an error in the
+    call, and so is a kernel in no product: what the report lists in FP8 is multiplied in FP8 alone.
+
+    Attributes:
+      kernels: the attributes (NNX) or parameters (Linen) that are kernels; in Linen "experts/w" is the parameter w of
+        the submodule experts. Their last two dimensions must be multiples of 16.
+      experts: how many experts a token meets, and how many there are, as numbers or as the attributes that have them;
+        None if the report shall count kernels whole. Only the report reads them.
+    """
+
+    kernels: tuple[str, ...]
+    experts: tuple[int | str, int | str] | None = None
+
+    def __post_init__(self) -> None:
+        names = self.kernels
+        if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"kernels is {names!r}; it must be the names of kernels in a tuple, such as ('gate', 'up')"
+            )
+        object.__setattr__(self, "kernels", tuple(names))
+
+    def share(self, module: Any) -> Fraction | None:
+        """The share of the kernels that a token meets, if it is known."""
+        if self.experts is None:
+            return None
+        met, number = (getattr(module, n, None) if isinstance(n, str) else n for n in self.experts)
+        return Fraction(met, number) if isinstance(met, int) and isinstance(number, int) else None
+
+
 class Operands(NamedTuple):
     """What a layer was called with: its input, the subscripts, and the names of all other arguments."""
 
@@ -78,12 +118,19 @@ class Operands(NamedTuple):
     others: tuple[str, ...]
 
 
-Layers = Mapping[type | str, EinsumLayer]
+Layers = Mapping[type | str, EinsumLayer | KernelsLayer]
 
 _GEMMA, _TUNIX = EinsumLayer("weight_name", "eqn"), EinsumLayer("w", "einsum_str")
+_GEMMA_4, _QWEN_3 = ("num_experts_per_datapoint", "num_experts"), ("experts_per_tok", "num_experts")
 _KNOWN: Layers = {
+    "flax.nnx.nn.lora.LoRALinear": KernelsLayer(("kernel",)),
     "gemma.gm.nn._layers.Einsum": _GEMMA,
+    "gemma.gm.nn.gemma4._layers.Einsum": KernelsLayer(("w",)),
+    "gemma.gm.nn.gemma4._moe.MoERagged": KernelsLayer(("gating_einsum/w", "linear/w"), _GEMMA_4),
     **{f"tunix.models.{name}.model.Einsum": _TUNIX for name in ("gemma", "gemma3", "llama3", "qwen2", "qwen3")},
+    "tunix.models.gemma4.layers.Einsum": KernelsLayer(("w",)),
+    "tunix.models.gemma4.moe.MoERagged": KernelsLayer(("gating_einsum", "linear"), _GEMMA_4),
+    "tunix.models.qwen3.model.MoELayer": KernelsLayer(("gate_proj", "up_proj", "down_proj"), _QWEN_3),
 }
 """Classes of libraries, by name: nothing is imported for them."""
 
@@ -99,6 +146,9 @@ class Layer:
       recipe: how its products are quantized now, or None.
       reason: why the conversion left the layer alone, or the `precision` that FP8 replaces; empty for neither.
       other_paths: further places of the same layer in the model.
+      flops: of its products for one token in the forward pass, in all places: twice the values of the kernel that a
+        token meets. 0 for an embedding, which is looked up, and where they are not known.
+      all_experts: whether flops counts a kernel with several matrices whole, though a token may meet some of them only.
     """
 
     path: str
@@ -106,6 +156,8 @@ class Layer:
     recipe: Recipe | None
     reason: str = ""
     other_paths: tuple[str, ...] = ()
+    flops: int = 0
+    all_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -114,6 +166,10 @@ class Report:
 
     A conversion does not fuse norms with the layers after them, nor gate, up and down of an MLP: which results go where
     stands in the functions of a model, and not in its structure. Use te_jax's modules for that.
+
+    A line below the table counts kernels, and the FLOPs of one token in their products and in those of LoRA. Attention,
+    and embeddings, which are looked up, are in neither count. If an embedding may be the output head too, a line says
+    that its product is not counted, and so does one for experts of which a token may meet some only.
 
     Attributes:
       layers: one for each kernel and embedding.
@@ -146,9 +202,25 @@ class Report:
             table.append((" = ".join((path or "(the model)", *others)), kind, outcome))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-        lines.append(f"{len(self.converted)} of {len(self.layers)} kernels in FP8")
+        lines += self._totals()
         lines += [f"no layer has a path that matches the rule {pattern!r}" for pattern in self.unused_rules]
         return "\n".join(lines)
+
+    def _totals(self) -> list[str]:
+        tables = [layer for layer in self.layers if layer.reason == EMBEDDING]
+        kernels = [layer for layer in self.layers if layer.reason not in (EMBEDDING, ADAPTER)]
+        count, flops = f"{len(self.converted)} of {len(kernels)} kernels", sum(layer.flops for layer in self.layers)
+        if not flops:
+            return [f"{count} in FP8"]
+        share = 100 * sum(layer.flops for layer in self.converted) / flops
+        lines = [f"{count}, {math.floor(share)}% of the FLOPs of a token, in FP8"]
+        if whole := sum(layer.all_experts for layer in kernels):
+            lines.append(f"kernels counted with all experts, as it is not known how many a token meets: {whole}")
+        if tables and not any(_is_head(path) for layer in kernels for path in (layer.path, *layer.other_paths)):
+            lines.append(
+                "no kernel is an output head by its name: if an embedding is it too, its product is not counted"
+            )
+        return lines
 
 
 def report(layers: Iterable[Layer], rules: Rules) -> Report:
@@ -180,19 +252,19 @@ def validate_layers(layers: Any) -> Layers:
     """The layers, with those of libraries that we know.
 
     Raises:
-      ValueError: it does not give an `EinsumLayer` for classes or their names.
+      ValueError: it does not give an `EinsumLayer` or a `KernelsLayer` for classes or their names.
     """
     pairs = layers.items() if isinstance(layers, Mapping) else ((None, layers),)
     for layer, how in pairs:
-        if not isinstance(layer, type | str) or not isinstance(how, EinsumLayer):
+        if not isinstance(layer, type | str) or not isinstance(how, EinsumLayer | KernelsLayer):
             raise ValueError(
-                f"layers is {layers!r}; it must give an EinsumLayer for each class or its full name, such as "
-                "{MyEinsum: EinsumLayer(kernel='w', subscripts='einsum_str')}"
+                f"layers is {layers!r}; it must give an EinsumLayer or a KernelsLayer for each class or its full name, "
+                "such as {MyEinsum: EinsumLayer(kernel='w', subscripts='einsum_str')}"
             )
     return {**_KNOWN, **layers}
 
 
-def einsum_layer(layers: Layers, layer: type) -> EinsumLayer | None:
+def entry_of(layers: Layers, layer: type) -> EinsumLayer | KernelsLayer | None:
     """The entry of a class, or of one that it inherits `__call__` from."""
     for base in layer.__mro__:
         name = f"{base.__module__}.{base.__qualname__}"
@@ -200,6 +272,39 @@ def einsum_layer(layers: Layers, layer: type) -> EinsumLayer | None:
             if key in layers:
                 return layers[key] if layer.__call__ is base.__call__ else None
     return None
+
+
+def layer_of_kernel(
+    path: str,
+    module_class: type,
+    shape: Sequence[int] | None,
+    recipe: Recipe | None,
+    reason: str,
+    other_paths: tuple[str, ...] = (),
+    *,
+    experts: bool = False,
+    share: Fraction | None = None,
+) -> Layer:
+    """The row of a kernel.
+
+    Args:
+      shape: of the kernel, if it has one.
+      experts: whether it may have a matrix for each expert.
+      share: of these that a token meets; None if that is not known.
+    """
+    kind = module_class.__name__ if shape is None else f"{module_class.__name__} {tuple(shape)}"
+    values = 0 if shape is None or reason == EMBEDDING else math.prod(shape)
+    flops = int(2 * values * (share or 1)) * (1 + len(other_paths))
+    return Layer(path, kind, recipe, reason, other_paths, flops, experts and share is None and values > 0)
+
+
+def obstacle_in_kernel(shape: Sequence[int], dtype: jax.typing.DTypeLike, recipe: Recipe | None) -> str | None:
+    """Why FP8 cannot take a kernel of a `KernelsLayer`, if so."""
+    if len(shape) < 2 or shape[-2] % FP8_ALIGNMENT or shape[-1] % FP8_ALIGNMENT:
+        return f"its shape is {tuple(shape)}: FP8 products need last dimensions that are multiples of {FP8_ALIGNMENT}"
+    if isinstance(recipe, DelayedScaling):
+        return "DelayedScaling has no place for the state of its products: use a recipe without state"
+    return obstacle_in_dtype(dtype)
 
 
 def obstacle_in_subscripts(
@@ -301,12 +406,14 @@ def is_wrapped_by_qwix(module: Any) -> bool:
 
 
 WRAPPED_BY_QWIX = "its model is one of qwix, which computes the products"
+WAY_OUT_OF_KERNELS = "leave it out of the KernelsLayer of this class, or give the class a rule with None"
+EMBEDDING, ADAPTER = "an embedding", "an adapter of LoRA, which stays as it is"
 
 
 def no_linear_layer(layer: type, linear_layers: str) -> str:
     """The reason for which the kernels of a class that is no linear layer are left alone."""
     name = f"{layer.__module__}.{layer.__qualname__}"
-    ways = "use one of these or te_jax.ops.einsum in it, or give convert an EinsumLayer for it if it is one product"
+    ways = "use one of these or te_jax.ops.einsum in it, or give convert an EinsumLayer or a KernelsLayer for it"
     return f"{name} is none of {linear_layers}: {ways}"
 
 
@@ -353,10 +460,19 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(path, pattern)
 
 
+def _parts(path: str) -> list[str]:
+    return [re.sub(r"_\d+$", "", part.lower()) for part in path.split("/")]
+
+
+def _is_head(path: str) -> bool:
+    parts = _parts(path)
+    return bool(_HEADS.intersection(parts)) or parts[-1] == "output"
+
+
 def _skipped_by_name(path: str, experts: bool) -> str | None:
-    parts = [re.sub(r"_\d+$", "", part.lower()) for part in path.split("/")]
-    if _HEADS.intersection(parts) or parts[-1] == "output":
+    if _is_head(path):
         return "an output head by its name"
+    parts = _parts(path)
     gate = not experts and any(b == "gate" and "moe" in a for a, b in itertools.pairwise(parts))
     if gate or _ROUTERS.intersection(parts):
         return "a router by its name"

@@ -7,7 +7,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install "flax>=0.12.7"') from error
 
-from te_jax.layers.convert import EinsumLayer
+from te_jax.layers.convert import EinsumLayer, KernelsLayer
 from te_jax.nnx.attention import Attention
 from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.embed import Embed
@@ -27,6 +27,7 @@ __all__ = [
     "Embed",
     "ExpertBias",
     "GatedMLP",
+    "KernelsLayer",
     "LayerNorm",
     "Linear",
     "LinearGeneral",

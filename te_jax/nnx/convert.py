@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ from jax import lax
 from te_jax import native
 from te_jax.layers import convert as conversion
 from te_jax.layers import delayed_scaling, linear
+from te_jax.layers.kernel_products import call_with_products
 from te_jax.nnx.linear import Einsum, Linear, LinearGeneral, scaling_state
+from te_jax.nnx.moe import MoE
 from te_jax.nnx.variables import OverwriteWithGradient
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, Recipe
@@ -27,6 +30,8 @@ _OURS: dict[type[nnx.Module], type[nnx.Module]] = {
     nnx.LinearGeneral: LinearGeneral,
     nnx.Einsum: Einsum,
 }
+_QWIX_FIRST = "apply qwix before te_jax.nnx.convert, which leaves kernels that qwix quantizes as they are"
+_NO_STATE = "DelayedScaling has no place for its state beside the LoRA of qwix: use a recipe without state"
 _STACKED = "stacked along another dimension than the first, where DelayedScaling has no place for its state"
 
 
@@ -48,25 +53,28 @@ def convert(
     te_jax's layers of these names. Their variables stay the same objects, so optimizers, sharding and checkpoints keep
     working. Shared layers stay shared, and layers that `nnx.vmap` stacked stay stacked. `DelayedScaling` adds its state
     as `OverwriteWithGradient` variables. Classes of yours that multiply by themselves are converted if `layers` says
-    how; the Einsums of Tunix are known. FP8 replaces a layer's `precision`, and the report says so. Layers of te_jax
-    get the recipe too. A second call changes recipes: recipe and rules say what the model is afterwards, whatever it
-    was before.
+    how; the Einsums and experts of Tunix are known. FP8 replaces a layer's `precision`, and the report says so. Layers
+    of te_jax get the recipe too. A second call changes recipes: recipe and rules say what the model is afterwards,
+    whatever it was before.
+
+    LoRA stays beside the products in FP8, in its own dtype: `nnx.LoRA`, `nnx.LoRALinear`, and that of qwix, applied
+    before or after.
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
     "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; sizes that are no
     multiples of 16; dtypes that FP8 layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules
     with a recipe argument; layers with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`,
-    `preferred_element_type` or `batch_axis` of their own; and layers with variables besides kernel and bias, or of
-    models that qwix made, such as those with LoRA. The report has the reason for each.
+    `preferred_element_type` or `batch_axis` of their own; layers with other variables besides kernel and bias; and
+    those of models that qwix quantized, such as QLoRA. The report has the reason for each.
 
     Args:
       model: an NNX module or a container of modules.
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are attributes and indices, joined by "/". `*` matches any characters, also "/".
-      layers: an `EinsumLayer` for classes of yours, by class or by full name ("my_models.layers.Einsum"). Classes that
-        inherit their `__call__` are meant, too.
+      layers: an `EinsumLayer` or a `KernelsLayer` for classes of yours, by class or by full name
+        ("my_models.layers.Einsum"). Classes that inherit their `__call__` are meant, too.
       state_axis, implementation: as in `LinearGeneral`.
 
     Returns:
@@ -74,49 +82,73 @@ def convert(
 
     Raises:
       ValueError: model holds no NNX module, or recipe, rules or layers are invalid; the model is then unchanged.
-        Later, in a call: a class of `layers` gives another shape than its subscripts, or has further arguments.
+        Later, in a call: a class of `layers` gives another shape than its subscripts, or has further arguments, or
+        uses a kernel otherwise than in products.
     """
     rules, known = conversion.validate(recipe, rules), conversion.validate_layers(layers)
     rows: list[conversion.Layer] = []
     changes: list[tuple[Any, linear.Options | _Converted]] = []
     module: Any
     modules = list(_modules(model))
-    linear_layers = (LinearGeneral, Einsum, _EinsumLayer)
-    composites = {paths[0]: type(m) for paths, m in modules if conversion.is_composite(m, linear_layers)}
+    linear_layers = (LinearGeneral, Einsum, _OwnCall)
+    composites: dict[str, Any] = {paths[0]: m for paths, m in modules if conversion.is_composite(m, linear_layers)}
+    with_lora = any(_is_adapted_by_qwix(module) for _, module in modules)
     for paths, module in modules:
-        if not _is_linear(module):
-            how = conversion.einsum_layer(known, _layer_class(module)) or _how(module)
-            if how is None:
-                rows += _kernels_of_another_class(paths, module)
-                continue
-            chosen, reason = _decide_einsum(paths, module, how, recipe, rules)
-            changes.append((module, _Converted(how, linear.Options(chosen, state_axis, implementation))))
-            kernel = getattr(module, how.variables(module)[0], None)
-            kind = f"{_layer_class(module).__name__} {tuple(getattr(kernel, 'shape', ()))}"
-            rows.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
+        rows += _adapters(paths, module)
+        how = _how(module, known)
+        if isinstance(how, conversion.KernelsLayer):
+            converted = _Converted(how, ())
+            for name in how.kernels:
+                row = _decide_kernel(paths, module, how, name, recipe, rules, with_lora)
+                rows.append(row)
+                if row.recipe is not None:
+                    options = linear.Options(row.recipe, state_axis, implementation)
+                    converted = dataclasses.replace(converted, options=(*converted.options, (name, options)))
+            changes.append((module, converted))
+            rows += _kernels_of_another_class(paths, module, except_for=how.kernels)
             continue
-        if (foreign := _foreign_part(module)) is not None:
+        if how is not None:
+            chosen, reason = _decide_einsum(paths, module, how, recipe, rules, with_lora)
+            kernel = getattr(module, name := how.variables(module)[0], None)
+            options = linear.Options(chosen, state_axis, implementation)
+            changes.append((module, _Converted(how, () if chosen is None else ((name, options),))))
+            shape, subscripts = tuple(getattr(kernel, "shape", ())), how.subscripts_of(module)
+            experts = conversion.has_experts(subscripts, _one_of_stack(subscripts, shape))
+            layer = _layer_class(module)
+            rows.append(conversion.layer_of_kernel(paths[0], layer, shape, chosen, reason, paths[1:], experts=experts))
+            continue
+        if not _is_linear(module):
+            rows += _kernels_of_another_class(paths, module)
+            continue
+        composite = composites.get(paths[0].rpartition("/")[0])
+        experts = _is_einsum(module) and conversion.has_experts(module.einsum_str, module.kernel_shape)
+        if (foreign := _foreign_part(module, with_lora)) is not None:
             chosen, reason = None, foreign
+            if _was_converted(module):  # before that part was added
+                changes.append((module, linear.Options(None, state_axis, implementation)))
         elif isinstance(module.kernel.get_value(), QuantizedArray):
             chosen, reason = module.options.recipe, "its kernel is quantized already"
-        elif (composite := composites.get(paths[0].rpartition("/")[0])) is not None:
-            chosen, reason = module.options.recipe, conversion.part_of(composite)
+        elif composite is not None:
+            chosen, reason = module.options.recipe, conversion.part_of(type(composite))
         else:
-            experts = _is_einsum(module) and conversion.has_experts(module.einsum_str, module.kernel_shape)
             chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module), experts=experts)
-            if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:
-                chosen, reason = None, _STACKED
+            if isinstance(chosen, DelayedScaling) and (obstacle := _obstacle_to_state(module)):
+                chosen, reason = None, obstacle
             if chosen is None and _is_ours(module) and not reason.startswith("rule "):
                 chosen = module.options.recipe  # a recipe that someone gave to this very layer
             else:
                 changes.append((module, linear.Options(chosen, state_axis, implementation)))
             if chosen is not None:
                 reason = conversion.replaced_precision(getattr(module, "precision", None)) or reason
-        kind = f"{_layer_class(module).__name__} {tuple(getattr(module.kernel, 'shape', ()))}"
-        rows.append(conversion.Layer(paths[0], kind, chosen, reason, paths[1:]))
+        share = Fraction(composite.choice.top_k, composite.num_experts) if isinstance(composite, MoE) else None
+        shape = getattr(module.kernel, "shape", ())
+        layer = _layer_class(module)
+        rows.append(
+            conversion.layer_of_kernel(paths[0], layer, shape, chosen, reason, paths[1:], experts=experts, share=share)
+        )
     for module, change in changes:
         if isinstance(change, _Converted):
-            _set_einsum(module, change)
+            _set_own_call(module, change)
         else:
             _set(module, change)
     return conversion.report(rows, rules)
@@ -190,42 +222,150 @@ def _modules(model: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Converted:
-    """How a class that `layers` names multiplies, and its options."""
+    """How a class with a `__call__` of its own multiplies by kernels, and by which options for those in FP8."""
 
-    how: conversion.EinsumLayer
-    options: linear.Options
+    how: conversion.EinsumLayer | conversion.KernelsLayer
+    options: tuple[tuple[str, linear.Options], ...]
 
 
-class _EinsumLayer(nnx.Module):
-    """What such a class becomes, beside itself: its product, by `te_jax.ops`."""
+class _OwnCall(nnx.Module):
+    """What a class that `layers` names becomes, beside itself."""
 
-    te_jax_einsum: _Converted
+    te_jax_converted: _Converted
 
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        how, options = self.te_jax_einsum.how, self.te_jax_einsum.options
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        how, options = self.te_jax_converted.how, self.te_jax_converted.options
+        if isinstance(how, conversion.KernelsLayer) or hasattr(self, "qwix_path"):
+            return _call_with_products(self, dict(options), args, kwargs)
         layer = _layer_class(self)
         x, subscripts, others = how.operands(layer, self, args, kwargs)
         if others:
             raise ValueError(
                 f"{layer.__name__} is called with {', '.join(others)} beside its input, which its product in FP8 does "
-                "not take: leave it out of the layers of te_jax.nnx.convert, or give it a rule with None"
+                "not take: give te_jax.nnx.convert a KernelsLayer for it, or a rule with None"
             )
         own: Any = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        held = self.held()
-        kernel: Any = held.kernel
-        names = linear.Einsum.parse(subscripts, kernel.shape, "subscripts")
-        y = linear.einsum(names, linear.as_array("x", x), *held, dtype=jnp.result_type(own), options=options)
+        kernel, *biases = (getattr(self, name) for name in how.variables(self))
+        bias = biases[0].get_value() if biases and biases[0] is not None else None
+        state, kernel = scaling_state(self, options[0][1].recipe), kernel.get_value()
+        names, x = linear.Einsum.parse(subscripts, kernel.shape, "subscripts"), linear.as_array("x", x)
+        y = linear.einsum(names, x, kernel, bias, state, dtype=jnp.result_type(own), options=options[0][1])
         return conversion.as_its_own(y, own, subscripts, layer)
 
-    def held(self) -> linear.Layer:
-        """The values of its variables."""
-        kernel, *biases = (getattr(self, name) for name in self.te_jax_einsum.how.variables(self))
-        bias = biases[0].get_value() if biases and biases[0] is not None else None
-        return linear.Layer(kernel.get_value(), bias, scaling_state(self, self.te_jax_einsum.options.recipe))
+
+class _FlaxLayer(nnx.Module):
+    """What a linear layer of Flax becomes, beside te_jax's. In a model of qwix, which adds LoRA to its own product, it
+    runs as that of Flax, with the product in FP8."""
+
+    options: linear.Options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "qwix_path"):
+            return _call_with_products(self, {"kernel": self.options}, args, kwargs)
+        return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _how(module: nnx.Module) -> conversion.EinsumLayer | None:
-    return module.te_jax_einsum.how if isinstance(module, _EinsumLayer) else None
+def _call_with_products(module: Any, options: dict[str, linear.Options], args: Any, kwargs: Any) -> Any:
+    """The call of a module's own class, with its products by these kernels as te_jax computes them.
+
+    It runs on a copy, since it is traced. What it changes in the copy's variables is then changed in the module's.
+    """
+    layer = _layer_class(module)
+    kernels = {name: getattr(module, name).get_raw_value() for name in options}
+    for name, kernel in kernels.items():
+        if isinstance(kernel, QuantizedArray) or isinstance(options[name].recipe, DelayedScaling):
+            problem = "quantized already" if isinstance(kernel, QuantizedArray) else "one with DelayedScaling"
+            raise ValueError(
+                f"{name} of {layer.__name__} is {problem}, which te_jax does not multiply inside of the __call__ of "
+                "another class: convert with a recipe without state, and without quantize_kernels, or give it a rule "
+                "with None"
+            )
+    graphdef, state = nnx.split(module)
+    before = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
+
+    def call(*values: jax.Array) -> Any:
+        copy: Any = nnx.merge(graphdef, state, copy=True)
+        for name, value in zip(kernels, values, strict=True):
+            getattr(copy, name).set_raw_value(value)
+        y = layer.__call__(copy, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+        after = nnx.to_flat_state(nnx.state(copy))
+        changed = [(p, v) for p, v in after if p not in inputs and v.get_raw_value() is not before.get(p)]
+        return y, nnx.from_flat_state(changed)
+
+    inputs = {(name,) for name in kernels}
+    name = f"{layer.__module__}.{layer.__qualname__}"
+    way_out = _QWIX_FIRST if hasattr(module, "qwix_path") else conversion.WAY_OUT_OF_KERNELS
+    y, changed = call_with_products(call, kernels, options, name, way_out)
+    if changed:
+        nnx.update(module, changed)
+    return y
+
+
+def _how(module: Any, known: conversion.Layers) -> conversion.EinsumLayer | conversion.KernelsLayer | None:
+    """How a class with a `__call__` of its own multiplies, as `layers` says or said in a former conversion."""
+    layer = _layer_class(module)
+    flax = _flax_class(layer)
+    if flax is not None and layer.__call__ is flax.__call__:  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+        return None
+    how = conversion.entry_of(known, layer)
+    return module.te_jax_converted.how if how is None and isinstance(module, _OwnCall) else how
+
+
+def _decide_kernel(
+    paths: tuple[str, ...],
+    module: Any,
+    how: conversion.KernelsLayer,
+    name: str,
+    recipe: Recipe | None,
+    rules: tuple[tuple[str, Recipe | None], ...],
+    with_lora: bool,
+) -> conversion.Layer:
+    """The row of a kernel of a `KernelsLayer`."""
+    kernel: Any = getattr(module, name, None)
+    layer = _layer_class(module)
+    named = tuple("/".join(filter(None, (path, name))) for path in paths)
+    rows = named if len(how.kernels) > 1 else paths
+    shape = tuple(kernel.shape) if isinstance(kernel, nnx.Variable) else None
+    if shape is None:
+        obstacle = _no_variable(module, name, "KernelsLayer")
+    elif hasattr(module, "qwix_path") and not with_lora:
+        obstacle = conversion.WRAPPED_BY_QWIX
+    else:
+        obstacle = None
+    experts = shape is not None and len(shape) > 2
+    chosen, reason = conversion.decide((*named, *paths), recipe, rules, obstacle, experts=experts)
+    if chosen is not None and shape is not None:
+        obstacle = conversion.obstacle_in_kernel(shape, kernel.get_raw_value().dtype, chosen)
+        chosen, reason = (chosen, reason) if obstacle is None else (None, obstacle)
+    return conversion.layer_of_kernel(
+        rows[0], layer, shape, chosen, reason, rows[1:], experts=experts, share=how.share(module)
+    )
+
+
+def _no_variable(module: Any, name: str, entry: str) -> str:
+    kernel = getattr(module, name, None)
+    if kernel is None:
+        return f"it has no {name}, which its {entry} names as the kernel"
+    if hasattr(module, "qwix_path"):
+        return f"qwix has quantized its {name}"
+    return f"its {name} is no nnx.Variable"
+
+
+def _is_adapted_by_qwix(module: Any) -> bool:
+    """Whether qwix has added LoRA to a module. In such a model it computes no other product."""
+    return hasattr(module, "qwix_path") and any(
+        isinstance(variable, nnx.LoRAParam) and name.endswith("_lora_a") for name, variable in _own_variables(module)
+    )
+
+
+def _adapters(paths: tuple[str, ...], module: nnx.Module) -> Iterator[conversion.Layer]:
+    """The rows of matrices of LoRA."""
+    for name, variable in _own_variables(module):
+        if isinstance(variable, nnx.LoRAParam):
+            first, *others = ("/".join(filter(None, (path, name))) for path in paths)
+            yield conversion.layer_of_kernel(
+                first, type(variable), variable.shape, None, conversion.ADAPTER, tuple(others)
+            )
 
 
 def _decide_einsum(
@@ -234,23 +374,28 @@ def _decide_einsum(
     how: conversion.EinsumLayer,
     recipe: Recipe | None,
     rules: tuple[tuple[str, Recipe | None], ...],
+    with_lora: bool,
 ) -> tuple[Recipe | None, str]:
     names = how.variables(module)
     variables = [getattr(module, name, None) for name in names]
     subscripts = how.subscripts_of(module)
     experts = False
-    if missing := [n for n, v in zip(names, variables, strict=True) if not isinstance(v, nnx.Variable | None)]:
-        obstacle = f"its {missing[0]} is no nnx.Variable"
-    elif variables[0] is None:
-        obstacle = f"it has no {names[0]}, which its EinsumLayer names as the kernel"
+    missing = [n for n, v in zip(names, variables, strict=True) if not isinstance(v, nnx.Variable | None)]
+    if missing or variables[0] is None:
+        obstacle = _no_variable(module, (missing or names)[0], "EinsumLayer")
     elif subscripts is None:
         obstacle = f"it has no {how.subscripts}, which its EinsumLayer names for the subscripts"
     else:
         kernel = variables[0].get_value()
         shape = _one_of_stack(subscripts, kernel.shape)
-        obstacle = _added_part(module, names) or conversion.obstacle_in_subscripts(subscripts, shape, kernel.dtype)
+        obstacle = _added_part(module, names, with_lora) or conversion.obstacle_in_subscripts(
+            subscripts, shape, kernel.dtype
+        )
         experts = conversion.has_experts(subscripts, shape)
-    return conversion.decide(paths, recipe, rules, obstacle, experts=experts)
+    chosen, reason = conversion.decide(paths, recipe, rules, obstacle, experts=experts)
+    if isinstance(chosen, DelayedScaling) and hasattr(module, "qwix_path"):
+        return None, _NO_STATE
+    return chosen, reason
 
 
 def _one_of_stack(subscripts: str | None, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -272,35 +417,49 @@ def _own_variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable[Any]]
                 yield jax.tree_util.keystr(((jax.tree_util.DictKey(name), *path)), simple=True, separator="/"), leaf
 
 
-def _kernels_of_another_class(paths: tuple[str, ...], module: nnx.Module) -> Iterator[conversion.Layer]:
+def _kernels_of_another_class(
+    paths: tuple[str, ...], module: nnx.Module, except_for: Sequence[str] = ()
+) -> Iterator[conversion.Layer]:
     """The rows of a module that is no linear layer."""
     kernels: dict[str, tuple[int, ...]] = {}
     for name, variable in _own_variables(module):
         shape = tuple(getattr(variable.get_value(), "shape", ()))
-        if isinstance(variable, nnx.Param) and len(shape) >= 2 and name.rpartition("/")[2] not in ("scale", "bias"):
+        other = isinstance(variable, nnx.LoRAParam) or name.rpartition("/")[2] in ("scale", "bias")
+        if isinstance(variable, nnx.Param) and len(shape) >= 2 and not other and name not in except_for:
             kernels[name] = shape
+    several = len(kernels) + len(except_for) > 1
     for name, shape in kernels.items():
         if isinstance(module, nnx.Embed) or "emb" in name:
-            reason = "an embedding"
+            reason = conversion.EMBEDDING
+        elif except_for:
+            reason = "its KernelsLayer does not name it as a kernel"
         else:
             reason = conversion.no_linear_layer(type(module), "nnx.Linear, nnx.LinearGeneral and nnx.Einsum")
-        first, *others = ["/".join(filter(None, (path, name))) for path in paths] if len(kernels) > 1 else paths
-        yield conversion.Layer(first, f"{type(module).__name__} {shape}", None, reason, tuple(others))
+        first, *others = ["/".join(filter(None, (path, name))) for path in paths] if several else paths
+        yield conversion.layer_of_kernel(
+            first, _layer_class(module), shape, None, reason, tuple(others), experts=len(shape) > 2
+        )
 
 
-def _foreign_part(module: Any) -> str | None:
-    """A part that another library added to a layer of Flax, if any: te_jax's product would disconnect it."""
+def _foreign_part(module: Any, with_lora: bool) -> str | None:
+    """A part that another library added to a layer of Flax, if any: te_jax's product would disconnect it.
+
+    Args:
+      with_lora: whether the model has LoRA of qwix. Calls of converted layers know that.
+    """
+    if not isinstance(module.kernel, nnx.Variable):
+        return _no_variable(module, "kernel", "class")
+    return _added_part(module, ("kernel", "bias"), with_lora)
+
+
+def _added_part(module: Any, expected: Sequence[str], with_lora: bool) -> str | None:
+    if _is_ours(module):
+        return None
+    if hasattr(module, "qwix_path"):  # qwix marks all modules of its models
+        return None if with_lora else conversion.WRAPPED_BY_QWIX
     if isinstance(module, LinearGeneral | Einsum):
         return None
-    if not isinstance(module.kernel, nnx.Variable):
-        return f"its kernel is of type {type(module.kernel).__name__}, which is no nnx.Variable"
-    return _added_part(module, ("kernel", "bias"))
-
-
-def _added_part(module: Any, expected: Sequence[str]) -> str | None:
-    if hasattr(module, "qwix_path"):  # qwix marks all modules of its models
-        return conversion.WRAPPED_BY_QWIX
-    expected = (*expected, *(delayed_scaling.STATE_NAMES if isinstance(module, _EinsumLayer) else ()))
+    expected = (*expected, *(delayed_scaling.STATE_NAMES if isinstance(module, _OwnCall) else ()))
     others = [
         name
         for name, variable in _own_variables(module)
@@ -342,6 +501,13 @@ def _obstacle_in_kernel(module: Any) -> str | None:
     return conversion.obstacle_in_sizes(linear.as_tuple(module.in_features), linear.as_tuple(module.out_features))
 
 
+def _obstacle_to_state(module: Any) -> str | None:
+    """Why a layer has no place for the state of DelayedScaling, if so."""
+    if hasattr(module, "qwix_path"):
+        return _NO_STATE
+    return _STACKED if _stacked_shape(module) is None else None
+
+
 def _is_einsum(module: nnx.Module) -> bool:
     return isinstance(module, nnx.Einsum | Einsum)
 
@@ -352,8 +518,8 @@ def _flax_class(layer: type[nnx.Module]) -> type[nnx.Module] | None:
 
 def _stacked_shape(module: Any) -> tuple[int, ...] | None:
     """The dimensions along which `nnx.vmap` stacked the layer, if they are the first ones."""
-    if isinstance(module, _EinsumLayer):
-        how = module.te_jax_einsum.how
+    if isinstance(module, _OwnCall):
+        how: Any = module.te_jax_converted.how
         shape = getattr(module, how.variables(module)[0]).get_value().shape
         return shape[: len(shape) - len(_one_of_stack(how.subscripts_of(module), shape))]
     shape = module.kernel.get_value().shape
@@ -387,10 +553,10 @@ def _set(module: Any, options: linear.Options) -> None:
     _set_scaling_state(module, options.recipe)
 
 
-def _set_einsum(module: Any, converted: _Converted) -> None:
-    """Gives a layer that `layers` names its recipe. Without one it becomes what it was."""
+def _set_own_call(module: Any, converted: _Converted) -> None:
+    """Gives a layer that `layers` names its recipes. Without one it becomes what it was."""
     before = _before(module)
-    if converted.options.recipe is None:
+    if not converted.options:
         if before is not None:
             _restore(module, before)
             _remove(module, "_before_conversion")
@@ -398,8 +564,9 @@ def _set_einsum(module: Any, converted: _Converted) -> None:
     if before is None:
         module._before_conversion = _Before(type(module), None)
         object.__setattr__(module, "__class__", _converted_class(type(module)))
-    module.te_jax_einsum = converted
-    _set_scaling_state(module, converted.options.recipe)
+    module.te_jax_converted = converted
+    stateless = isinstance(converted.how, conversion.KernelsLayer)
+    _set_scaling_state(module, None if stateless else converted.options[0][1].recipe)
 
 
 def _restore(module: Any, before: _Before) -> None:
@@ -409,8 +576,8 @@ def _restore(module: Any, before: _Before) -> None:
         return
     _set_scaling_state(module, None)
     object.__setattr__(module, "__class__", before.layer)
-    if hasattr(module, "te_jax_einsum"):
-        _remove(module, "te_jax_einsum")
+    if hasattr(module, "te_jax_converted"):
+        _remove(module, "te_jax_converted")
         return
     _remove(module, "options", "activation", *(() if isinstance(module, nnx.LinearGeneral) else ("axis",)))
 
@@ -418,7 +585,7 @@ def _restore(module: Any, before: _Before) -> None:
 def _set_scaling_state(module: Any, recipe: Recipe | None) -> None:
     """Adds the state of delayed scaling, or removes it. A state of the same shape is kept."""
     initial = delayed_scaling.initial_state(recipe) if isinstance(recipe, DelayedScaling) else {}
-    stacked = _stacked_shape(module) or ()
+    stacked = (_stacked_shape(module) or ()) if initial else ()
     shapes = {name: (*stacked, *value.shape) for name, value in initial.items()}
     if all(hasattr(module, name) and getattr(module, name).shape == shape for name, shape in shapes.items()) and shapes:
         return
@@ -435,15 +602,18 @@ def _remove(module: nnx.Module, *names: str) -> None:
 
 @functools.cache
 def _converted_class(layer: type[nnx.Module]) -> type[nnx.Module]:
-    """te_jax's layer for one of Flax; for a subclass, a subclass of both."""
-    if layer in _OURS:
-        return _OURS[layer]
+    """A subclass of a layer and of how te_jax calls it: a class of its own `__call__`, or one of Flax's."""
     flax = _flax_class(layer)
+    if flax is None or layer.__call__ is not flax.__call__:  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+        bases = _OwnCall, layer
+    else:
+        bases = _FlaxLayer, _OURS[flax], layer
     metaclass = conversion.metaclass_for_pickle(type(layer), _converted_class)
-    names = {"__module__": layer.__module__, "__qualname__": layer.__qualname__}
+    named = _OURS.get(layer, layer)
+    names = {"__module__": named.__module__, "__qualname__": named.__qualname__}
     return types.new_class(
         layer.__name__,
-        (_EinsumLayer if flax is None else _OURS[flax], layer),
+        bases,
         {"metaclass": metaclass},
         lambda body: body.update(names),
     )

@@ -1,0 +1,347 @@
+"""The products by certain kernels in a function of somebody else, as te_jax multiplies.
+
+The function is traced to a jaxpr, which is evaluated with other products in it. Kernels are followed through casts and
+layouts to their products, also inside `jit`, `jax.checkpoint`, `scan`, `cond` and `shard_map`. All else runs as it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+
+from te_jax import ops
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
+from te_jax.layers import linear
+from te_jax.layers.convert import obstacle_in_einsum, obstacle_in_sizes
+
+
+def call_with_products(
+    function: Callable[..., Any],
+    kernels: Mapping[str, Array],
+    options: Mapping[str, linear.Options],
+    owner: str,
+    way_out: str,
+) -> Any:
+    """function(*kernels), where each product of an array and one of the kernels is one of te_jax.
+
+    These are `dot_general`, with or without batch dimensions, and `ragged_dot`. It is differentiated as any function.
+
+    Args:
+      function: of the values of kernels, in their order. Whatever else it reads it may close over.
+      kernels: by name.
+      options: how to multiply by each kernel, with a recipe.
+      owner: the full name of the class that has the kernels, for errors.
+      way_out: for errors.
+
+    Raises:
+      ValueError: the function multiplies by a kernel in no such product, or does something else with it too, or FP8
+        cannot take the product. The message names the kernel.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*kernels.values())
+    run = _Run(options, owner, way_out)
+    operands = [_Kernel(frozenset({name}), value, value.dtype) for name, value in kernels.items()]
+    results = run.evaluate(closed.jaxpr, closed.consts, operands)
+    for name in kernels:
+        if name not in run.multiplied:
+            raise run.refusal({name}, "is in no product")
+    return jax.tree.unflatten(jax.tree.structure(shapes), [run.plain("its results", result) for result in results])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """Values of kernels.
+
+    Attributes:
+      names: of the kernels.
+      value: in their own dtype, from which products quantize them.
+      dtype: that the function has cast them to.
+    """
+
+    names: frozenset[str]
+    value: Array
+    dtype: Any
+
+    def cast(self) -> Array:
+        return self.value.astype(self.dtype)
+
+
+class _Run:
+    """One evaluation.
+
+    Attributes:
+      multiplied: the names of the kernels that a product has met.
+    """
+
+    def __init__(self, options: Mapping[str, linear.Options], owner: str, way_out: str):
+        self.options, self.owner, self.way_out = options, owner, way_out
+        self.multiplied: set[str] = set()
+
+    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr. Equations without kernels run together, up to the next one with a kernel."""
+        values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+        kernels = {var for var, value in values.items() if isinstance(value, _Kernel)}
+        uses = collections.Counter(_variables(jaxpr.outvars))
+        for eqn in jaxpr.eqns:
+            uses.update(_variables(eqn.invars))
+        waiting: list[Any] = []
+        for eqn in jaxpr.eqns:
+            if kernels.isdisjoint(_variables(eqn.invars)):
+                waiting.append(eqn)
+                continue
+            self._run_plain(jaxpr, waiting, uses, values)
+            waiting = []
+            arguments = [var.val if isinstance(var, Literal) else values[var] for var in eqn.invars]
+            with eqn.ctx.manager:
+                results = self._apply(eqn, arguments)
+            values.update(zip(eqn.outvars, results, strict=True))
+            kernels.update(var for var, result in zip(eqn.outvars, results, strict=True) if isinstance(result, _Kernel))
+        self._run_plain(jaxpr, waiting, uses, values)
+        return [var.val if isinstance(var, Literal) else values[var] for var in jaxpr.outvars]
+
+    def _run_plain(self, jaxpr: Jaxpr, eqns: list[Any], uses: Mapping[Var, int], values: dict[Var, Any]) -> None:
+        """Runs equations without kernels as they are."""
+        inside = collections.Counter(var for eqn in eqns for var in _variables(eqn.invars))
+        made = dict.fromkeys(var for eqn in eqns for var in eqn.outvars)
+        read = [var for var in inside if var not in made]
+        kept = [var for var in made if uses[var] > inside[var]]
+        names = jaxpr.debug_info.with_unknown_names()
+        part = jaxpr.replace(constvars=[], invars=read, outvars=kept, eqns=eqns, debug_info=names)
+        if kept:
+            results = jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[var] for var in read))
+            values.update(zip(kept, results, strict=True))
+
+    def _apply(self, eqn: Any, arguments: list[Any]) -> Sequence[Any]:
+        """The results of an equation with kernels."""
+        name = eqn.primitive.name
+        if name in _LAYOUTS:
+            return self._laid_out(eqn, arguments)
+        rule = _RULES.get(name)
+        if rule is None:
+            raise self.refusal(_names(arguments), f"is an operand of {name}")
+        return rule(self, eqn, arguments)
+
+    def plain(self, place: str, value: Any) -> Any:
+        if isinstance(value, _Kernel):
+            raise self.refusal(value.names, f"is one of {place}")
+        return value
+
+    def refusal(self, names: Any, problem: str) -> ValueError:
+        kernels = " and ".join(sorted(names))
+        return ValueError(
+            f"{kernels} {problem} in the __call__ of {self.owner}, where a kernel in FP8 can only be multiplied, by "
+            f"jnp.dot, jnp.einsum or jax.lax.ragged_dot: {self.way_out}"
+        )
+
+    # ------------------------------------------------------------------------------------------------- layouts
+
+    def _laid_out(self, eqn: Any, arguments: list[Any]) -> list[_Kernel]:
+        """Values of kernels, somewhere else."""
+        joined = [argument for argument in arguments if isinstance(argument, _Kernel)]
+        name = eqn.primitive.name
+        if not (joined == arguments if name in ("concatenate", "stack") else isinstance(arguments[0], _Kernel)):
+            raise self.refusal(_names(arguments), f"is an operand of {name} beside other arrays")
+        names, dtype = frozenset(_names(joined)), joined[0].dtype
+        same = len({kernel.value.dtype for kernel in joined}) == 1 and name not in _MOVES
+        values = [k.value if same else k.cast() for k in joined]
+        results = eqn.primitive.bind(*values, *arguments[len(joined) :], **eqn.params)
+        return [_Kernel(names, value, dtype) for value in (results if eqn.primitive.multiple_results else [results])]
+
+    def _cast(self, eqn: Any, arguments: list[Any]) -> list[_Kernel]:
+        (kernel,), dtype = arguments, eqn.params["new_dtype"]
+        if dtype not in FLOATS:
+            raise self.refusal(kernel.names, f"is cast to {jnp.dtype(dtype).name}, not {FLOAT_NAMES},")
+        return [dataclasses.replace(kernel, dtype=dtype)]
+
+    def _scaled(self, eqn: Any, arguments: list[Any]) -> list[_Kernel]:
+        """A kernel times a number."""
+        kernel, *numbers = sorted(arguments, key=lambda argument: not isinstance(argument, _Kernel))
+        division = eqn.primitive.name == "div" and kernel is not arguments[0]
+        if isinstance(numbers[0], _Kernel) or jnp.ndim(numbers[0]) or division:
+            raise self.refusal(_names(arguments), f"is an operand of {eqn.primitive.name}")
+        number = jnp.asarray(numbers[0], kernel.value.dtype)
+        return [dataclasses.replace(kernel, value=eqn.primitive.bind(kernel.value, number, **eqn.params))]
+
+    # ------------------------------------------------------------------------------------------------ products
+
+    def _options(self, kernel: _Kernel) -> linear.Options:
+        options = {self.options[name] for name in kernel.names}
+        if len(options) > 1:
+            raise self.refusal(kernel.names, "have different recipes and share a product")
+        self.multiplied |= kernel.names
+        return options.pop()
+
+    def _operands(self, eqn: Any, lhs: Any, rhs: Any) -> tuple[Array, _Kernel]:
+        x, kernel = (lhs, rhs) if isinstance(rhs, _Kernel) else (rhs, lhs)
+        if isinstance(x, _Kernel):
+            raise self.refusal(_names((lhs, rhs)), "are multiplied with each other")
+        if x.dtype not in FLOATS or eqn.outvars[0].aval.dtype not in FLOATS:
+            raise self.refusal(kernel.names, f"is multiplied by {x.dtype.name}, not {FLOAT_NAMES},")
+        return x, kernel
+
+    def _dot_general(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+        x, kernel = self._operands(eqn, *arguments)
+        subscripts = _subscripts(eqn.params["dimension_numbers"], *(var.aval.ndim for var in eqn.invars))
+        if kernel is arguments[0]:
+            subscripts = subscripts[1], subscripts[0], subscripts[2]
+        string = "{},{}->{}".format(*subscripts)
+        if obstacle := obstacle_in_einsum(string, kernel.value.shape, "its product"):
+            raise self.refusal(kernel.names, f"is in a product that FP8 cannot take ({obstacle})")
+        names = linear.Einsum.parse(string, kernel.value.shape)
+        dtype, sharding = eqn.outvars[0].aval.dtype, eqn.params.get("out_sharding")
+        y = linear.einsum(names, x, kernel.value, None, None, dtype=dtype, options=self._options(kernel))
+        return [y if sharding is None else jax.reshard(y, sharding)]
+
+    def _ragged_dot(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+        x, kernel = self._operands(eqn, *arguments[:2])
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (lhs_axes, rhs_axes), batch = numbers.dot_dimension_numbers
+        axes = [tuple(a) for a in (*batch, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)]
+        supported = kernel is arguments[1] and eqn.params.get("group_offset") is None and len(arguments) == 3
+        supported &= (x.ndim, kernel.value.ndim, len(lhs_axes)) == (2, 3, 1) and axes[:2] == [(), ()]
+        if not (supported and axes[2] == (1 - lhs_axes[0],) and len(axes[3]) == 1):
+            raise self.refusal(
+                kernel.names, "is in a ragged_dot of other dimensions than [rows, in] and [experts, in, out]"
+            )
+        (group,), inner = axes[3], rhs_axes[0]
+        outer = 3 - group - inner
+        sizes = kernel.value.shape[inner], kernel.value.shape[outer]
+        if obstacle := obstacle_in_sizes(*((size,) for size in sizes)):
+            raise self.refusal(kernel.names, f"is in a product that FP8 cannot take ({obstacle})")
+        last = (group, outer, inner) == (0, 1, 2)
+        y = _product_of_groups(
+            (x if lhs_axes[0] == 1 else x.T).astype(eqn.outvars[0].aval.dtype),
+            kernel.value if last else kernel.value.transpose(group, inner, outer),
+            arguments[2],
+            kernel_contracting="last" if last else "first",
+            **vars(self._options(kernel)),
+        )
+        sharding = eqn.params.get("out_sharding")
+        return [y if sharding is None else jax.reshard(y, sharding)]
+
+    # ---------------------------------------------------------------------------------- functions in the function
+
+    def _inlined(self, eqn: Any, arguments: list[Any]) -> list[Any]:
+        return self.evaluate(*_opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]), arguments)
+
+    def _inside(self, eqn: Any, closed: Any, arguments: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
+        """The results of a function in which arrays take the place of the arguments."""
+        inner = [
+            dataclasses.replace(argument, value=array) if isinstance(argument, _Kernel) else array
+            for argument, array in zip(arguments, arrays, strict=True)
+        ]
+        results = self.evaluate(*_opened(closed), inner)
+        return [self.plain(f"the results of {eqn.primitive.name}", result) for result in results]
+
+    def _checkpoint(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+        function = functools.partial(_called, self._inside, eqn, eqn.params["jaxpr"], arguments)
+        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(function, **options)(*_arrays(arguments))
+
+    def _scan(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+        if "ft_in" in eqn.params:  # from JAX 0.12 on
+            first, carried = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
+        else:
+            first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        last = first + carried
+        for argument in arguments[first:last]:
+            self.plain("the carried values of scan", argument)
+        arrays = _arrays(arguments)
+
+        def body(carry: Any, xs: Any) -> Any:
+            values = (*arrays[:first], *carry, *xs)
+            results = self._inside(eqn, eqn.params["jaxpr"], arguments, values)
+            return results[:carried], results[carried:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(body, arrays[first:last], arrays[last:], **options)
+        return [*carry, *ys]
+
+    def _cond(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+        index, *operands = arguments
+        branches = [functools.partial(_called, self._inside, eqn, b, operands) for b in eqn.params["branches"]]
+        return lax.switch(index, branches, *_arrays(operands))
+
+    def _shard_map(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+        function = functools.partial(_called, self._inside, eqn, eqn.params["jaxpr"], arguments)
+        specs = {name: tuple(eqn.params[name]) for name in ("in_specs", "out_specs")}
+        axes = eqn.params["newly_manual_axes"]
+        options = {"mesh": eqn.params["mesh"], "check_vma": eqn.params["check_vma"], **specs}
+        mapped = jax.shard_map(lambda *arrays: tuple(function(*arrays)), axis_names=axes, **options)
+        return list(mapped(*_arrays(arguments)))
+
+
+_MOVES = {
+    "sharding_constraint",
+    "reshard",
+    "mesh_cast",
+    "all_gather",
+    "all_gather_invariant",
+}  # in the dtype of the cast
+_LAYOUTS = _MOVES | {
+    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "gather", "rev"),
+    *("concatenate", "stack", "split", "copy", "copy_p", "stop_gradient", "pvary", "name", "optimization_barrier"),
+}
+_RULES: dict[str, Callable[[_Run, Any, list[Any]], Sequence[Any]]] = {
+    "convert_element_type": _Run._cast,
+    **dict.fromkeys(("mul", "div"), _Run._scaled),
+    "dot_general": _Run._dot_general,
+    "ragged_dot_general": _Run._ragged_dot,
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _Run._inlined),
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _Run._checkpoint),
+    "scan": _Run._scan,
+    "cond": _Run._cond,
+    "shard_map": _Run._shard_map,
+}
+
+
+def _called(inside: Callable[..., Any], eqn: Any, jaxpr: Any, arguments: Sequence[Any], *arrays: Array) -> list[Array]:
+    return inside(eqn, jaxpr, arguments, arrays)
+
+
+def _opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+
+
+def _variables(atoms: Sequence[Any]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _names(arguments: Sequence[Any]) -> set[str]:
+    return {name for argument in arguments if isinstance(argument, _Kernel) for name in argument.names}
+
+
+def _arrays(arguments: Sequence[Any]) -> list[Array]:
+    return [argument.value if isinstance(argument, _Kernel) else argument for argument in arguments]
+
+
+def _subscripts(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
+    """The letters of both operands of a dot_general and of its result."""
+    (lhs_axes, rhs_axes), (lhs_batch, rhs_batch) = dimension_numbers
+    letters = iter(string.ascii_letters)
+    lhs = [next(letters) for _ in range(lhs_ndim)]
+    rhs = [next(letters) for _ in range(rhs_ndim)]
+    for left, right in zip((*lhs_axes, *lhs_batch), (*rhs_axes, *rhs_batch), strict=True):
+        rhs[right] = lhs[left]
+    batch = [lhs[axis] for axis in lhs_batch]
+    free = [name for axis, name in enumerate(lhs) if axis not in (*lhs_axes, *lhs_batch)]
+    free += [name for axis, name in enumerate(rhs) if axis not in (*rhs_axes, *rhs_batch)]
+    return "".join(lhs), "".join(rhs), "".join(batch + free)
+
+
+def _product_of_groups(x: Array, kernel: Array, group_sizes: Array, **options: Any) -> Array:
+    """`lax.ragged_dot` in FP8. Groups begin at blocks of rows in between, as block-scaled weight gradients need."""
+    rows, experts = jnp.arange(x.shape[0], dtype=jnp.int32), kernel.shape[0]
+    ends = jnp.cumsum(group_sizes)
+    expert = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(jnp.int32)
+    aligned = ops.group_by_expert(expert[:, None], experts, align=BLOCK)
+    y = ops.grouped_dense(ops.permute(x, aligned), kernel, aligned.group_sizes, **options)
+    return ops.unpermute(y, aligned)

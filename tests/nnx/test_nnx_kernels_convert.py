@@ -1,0 +1,309 @@
+"""te_jax.nnx.convert for classes with kernels in a `__call__` of their own, and LoRA beside products in FP8."""
+
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from te_jax.nnx import KernelsLayer, convert, revert
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from te_jax.testing import relative_error
+
+
+class Experts(nnx.Module):
+    """A router, a sort, `ragged_dot`, a loop over shared experts, and state that a call changes."""
+
+    def __init__(self, rngs):
+        self.router = nnx.Linear(32, 4, rngs=rngs)
+        self.up, self.down = (nnx.Param(0.2 * rngs.params.normal(shape)) for shape in ((4, 32, 48), (4, 48, 32)))
+        self.shared = nnx.Param(0.2 * rngs.params.normal((2, 32, 32)))
+        self.calls, self.top_k = nnx.BatchStat(jnp.zeros((), jnp.int32)), 1
+
+    def __call__(self, x, *, scaled=False):
+        self.calls[...] += 1
+        if not hasattr(self, "seen"):
+            self.seen = nnx.Intermediate(jnp.zeros((), jnp.int32))
+        self.seen[...] = jnp.asarray(x.size, jnp.int32)
+        flat = x.reshape(-1, 32)
+        expert = jnp.arange(len(flat)) % 3  # one has no token
+        order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=4)
+        hidden = nnx.silu(jax.lax.ragged_dot(flat[order], self.up[...], sizes))
+        y = jax.lax.ragged_dot(hidden, self.down[...], sizes)[jnp.argsort(order)]
+        for i in range(2):
+            y += jnp.dot(flat, self.shared[...][i].astype(flat.dtype))
+        weights = jax.nn.softmax(self.router(flat))
+        return {"y": (y * weights[:, :1] * (2.0 if scaled else 1.0)).reshape(x.shape), "weights": weights}
+
+
+NAMES = ("up", "down", "shared")
+LAYERS = {Experts: KernelsLayer(NAMES, experts=("top_k", 4))}
+
+
+@nnx.jit
+def value_and_gradients(model, x):
+    def loss(model, x):
+        result = model(x, scaled=True)
+        return jnp.sum(result["y"] @ jnp.cos(jnp.arange(32.0))), result
+
+    gradients, result = nnx.grad(loss, argnums=(0, 1), has_aux=True)(model, x)
+    return result, gradients
+
+
+def flat(state):
+    return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
+
+
+def made(rng, make=Experts):
+    return make(nnx.Rngs(int(rng.integers(2**31))))
+
+
+def normal(rng, *shape):
+    return jax.device_put(rng.standard_normal(shape, np.float32))
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_a_class_with_kernels_runs_as_it_is_but_for_its_products(rng, recipe):
+    model, x = nnx.Dict(moe=made(rng)), normal(rng, 2, 24, 32)
+    graphdef, kernel = nnx.graphdef(model), model.moe.up
+    exact, (dmodel, dx) = value_and_gradients(model.moe, x)
+    del model.moe.seen
+    report = convert(model, recipe, layers=LAYERS, rules=[("moe/shared", None)])
+    assert {layer.path: layer.recipe for layer in report.layers} == {
+        "moe/up": recipe, "moe/down": recipe, "moe/shared": None, "moe/router": None,
+    }  # fmt: skip
+    assert {layer.path: layer.flops for layer in report.layers}["moe/up"] == 2 * 32 * 48  # one of four experts
+    assert model.moe.up is kernel
+    model = pickle.loads(pickle.dumps(model))
+    y, (found, found_x) = value_and_gradients(model.moe, x)
+    assert model.moe.calls[...] == 2
+    assert model.moe.seen[...] == x.size
+    np.testing.assert_array_equal(y["weights"], exact["weights"])
+    assert 1e-3 < relative_error(y["y"], exact["y"]) < 0.08
+    assert relative_error(found_x, dx) < 0.08
+    found, expected = flat(found), flat(dmodel)
+    assert found.keys() == expected.keys()
+    for name in NAMES:
+        assert relative_error(found[name], expected[name]) < 0.12, name
+    assert not np.any(found["up"][3])
+    np.testing.assert_array_equal(found["shared"], expected["shared"])  # in float32, and its input too
+    convert(model, CurrentScaling())  # knows the class, though it is not told again
+    revert(model)
+    del model.moe.seen
+    assert nnx.graphdef(model) == graphdef
+
+
+def test_stacked_layers_scan_and_remat(rng):
+    keys = nnx.Rngs(int(rng.integers(2**31)))
+    stack, x = nnx.split_rngs(splits=2)(nnx.vmap(Experts))(keys), normal(rng, 16, 32)
+    assert len(convert(stack, BlockScaling(), layers=LAYERS).converted) == 3
+
+    @nnx.jit
+    def both(stack, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def scanned(x, layer):
+            return nnx.remat(lambda layer, x: x + layer(x)["y"])(layer, x)
+
+        graphdef, state = nnx.split(stack)
+        y = x
+        for i in range(2):
+            layer = nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state), copy=True)
+            y = y + layer(y)["y"]
+        return scanned(x, stack), y
+
+    found, expected = both(stack, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(stack.calls[...], [1, 1])
+
+
+def test_experts_of_libraries_are_known_by_name(rng):
+    class MoELayer(Experts):
+        locals().update(__module__="tunix.models.qwen3.model", __qualname__="MoELayer")
+
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.gate_proj, self.up_proj, self.down_proj, self.experts_per_tok = self.up, self.up, self.down, 2
+            self.num_experts = 4
+
+        def __call__(self, x):
+            return jnp.einsum("td,edf->tef", x, self.gate_proj[...])
+
+    report = convert(made(rng, MoELayer), BlockScaling())
+    flops = {layer.path: layer.flops for layer in report.converted}
+    assert flops == dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 2 * 2 * 32 * 48)
+    assert "its KernelsLayer does not name it as a kernel" in {layer.reason for layer in report.skipped}
+
+
+LEFT_ALONE = {
+    "no kernel": (BlockScaling(), ("w",), "it has no w, which its KernelsLayer names as the kernel"),
+    "no variable": (BlockScaling(), ("top_k",), "its top_k is no nnx.Variable"),
+    "sizes": (BlockScaling(), ("odd",), "its shape is (32, 20): FP8 products need last dimensions that are multiples"),
+    "state": (DelayedScaling(), ("up",), "DelayedScaling has no place for the state of its products"),
+    "dtype": (BlockScaling(), ("whole",), "its dtype int32 is none of FP8 layers"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_kernels_that_fp8_cannot_take_are_reported(name):
+    recipe, kernels, reason = LEFT_ALONE[name]
+    model = Experts(nnx.Rngs(0))
+    model.odd, model.whole = nnx.Param(jnp.ones((32, 20))), nnx.Param(jnp.ones((32, 32), jnp.int32))
+    report = convert(model, recipe, layers={Experts: KernelsLayer(kernels)})
+    assert type(model) is Experts
+    assert {layer.reason for layer in report.skipped if layer.reason.startswith(reason)}
+    assert not report.converted
+
+
+def test_a_kernel_with_another_use_is_an_error_in_the_call():
+    class Regularized(Experts):
+        def __call__(self, x):
+            return super().__call__(x)["y"], jnp.sum(self.up[...])
+
+    model = Regularized(nnx.Rngs(0))
+    assert not convert(model, BlockScaling(), layers=LAYERS).converted  # the entry is not for this __call__
+    convert(model, BlockScaling(), layers={Regularized: KernelsLayer(("up", "down"))})
+    with pytest.raises(ValueError, match=r"up is an operand of reduce_sum in .*Regularized, .* give the class a rule"):
+        nnx.eval_shape(lambda: model(jnp.ones((4, 32))))
+    for kernels in ((), "up", (3,)):
+        with pytest.raises(ValueError, match=r"kernels is .*; it must be the names of kernels in a tuple"):
+            KernelsLayer(kernels)
+
+
+# ------------------------------------------------------------------------------------------------------------- LoRA
+
+
+class WithLora(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.LoRALinear(32, 64, lora_rank=4, rngs=rngs)
+        self.down = nnx.LoRA(64, 4, 32, base_module=nnx.Linear(64, 32, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Einsum("td,df->tf", (64, 32), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+def with_random_adapters(model, seed=0):
+    rng = np.random.default_rng(seed)
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        variable.set_value(0.2 * normal(rng, *variable.shape))
+    return model
+
+
+@nnx.jit
+def gradients_of_all(model, x):
+    dy = jnp.cos(jnp.arange(32.0))
+    return nnx.value_and_grad(lambda model: jnp.sum(model(x) @ dy), argnums=nnx.DiffState(0, nnx.Param))(model)
+
+
+def test_lora_of_flax_stays_beside_products_in_fp8(rng):
+    model, x = with_random_adapters(made(rng, WithLora)), normal(rng, 16, 32)
+    _, expected = gradients_of_all(model, x)
+    report = convert(model, BlockScaling())
+    assert {layer.path for layer in report.converted} == {"up", "down/base_module"}
+    assert {layer.path: layer.reason for layer in report.skipped} == dict.fromkeys(
+        ("up/lora/lora_a", "up/lora/lora_b", "down/lora_a", "down/lora_b"), "an adapter of LoRA, which stays as it is"
+    )
+    share = 100 * 2 * 32 * 64 // (2 * 32 * 64 + 2 * 4 * 96)
+    assert repr(report).endswith(f"2 of 2 kernels, {share}% of the FLOPs of a token, in FP8")
+    _, found = gradients_of_all(model, x)
+    for path, gradient in flat(expected).items():
+        assert relative_error(flat(found)[path], gradient) < 0.12, path
+    assert relative_error(flat(found)["up/kernel"], flat(expected)["up/kernel"]) > 1e-3
+
+
+def test_a_frozen_base_has_no_weight_gradients_in_the_program(rng, native_kernels):
+    model = with_random_adapters(made(rng, WithLora))
+    convert(model, BlockScaling())
+
+    def products(*trained):
+        graphdef, *states = nnx.split(model, *trained, ...)
+
+        def loss(trained, *others):
+            return jnp.sum(nnx.merge(graphdef, trained, *others)(jnp.ones((16, 32))) ** 2)
+
+        text = jax.jit(jax.value_and_grad(loss)).lower(*states).compile().as_text()
+        return len(re.findall('custom_call_target="te_gemm"', text))
+
+    assert products(nnx.LoRAParam) == 3  # two forward, and dgrad of the second
+    assert products(nnx.Param) == 5
+
+
+OF_QWIX = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@OF_QWIX
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_lora_of_qwix_before_or_after(rng, recipe):
+    qwix = pytest.importorskip("qwix", exc_type=ImportError)
+    plain, x = made(rng, Mlp), normal(rng, 16, 32)
+
+    def adapted(model):
+        provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)
+        return with_random_adapters(qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(0)))
+
+    before, after = adapted(plain), nnx.clone(plain)
+    _, exact = gradients_of_all(before, x)
+    assert len(convert(before, recipe).converted) == len(convert(after, recipe).converted) == 2
+    after = adapted(after)
+    results = [gradients_of_all(model, x) for model in (before, after)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    for path, gradient in flat(results[0][1]).items():
+        assert relative_error(gradient, flat(exact)[path]) < 0.12, path
+    assert all(np.any(gradient) for path, gradient in flat(results[0][1]).items() if "lora" in path)
+    assert {layer.reason for layer in convert(after, DelayedScaling()).skipped if "lora" not in layer.path} == {
+        "DelayedScaling has no place for its state beside the LoRA of qwix: use a recipe without state"
+    }
+
+
+@OF_QWIX
+@pytest.mark.parametrize("kind", ["qlora", "ptq"])
+def test_what_qwix_quantizes_is_left_alone_before_and_refused_after(kind):
+    qwix = pytest.importorskip("qwix", exc_type=ImportError)
+    x = jnp.ones((16, 32))
+
+    def quantized(model):
+        if kind == "qlora":
+            provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0, weight_qtype="nf4", tile_size=32)
+            return qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(0))
+        provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
+        return qwix.quantize_model(model, provider, x)
+
+    report = convert(quantized(Mlp(nnx.Rngs(0))), BlockScaling())
+    assert {layer.reason for layer in report.layers if "lora" not in layer.path} == {"qwix has quantized its kernel"}
+    model = Mlp(nnx.Rngs(0))
+    convert(model, BlockScaling())
+    with pytest.raises(ValueError, match=r"kernel is an operand of .*: apply qwix before te_jax\.nnx\.convert"):
+        quantized(model)
+
+
+def test_a_converted_layer_that_qwix_marks_runs_as_that_of_flax(rng):
+    """Without qwix: its products are then in the call of Flax's class, where qwix finds them, and in FP8."""
+    model, x = made(rng, Mlp), normal(rng, 16, 32)
+    convert(model, BlockScaling())
+    expected = gradients_of_all(model, x)
+    for path, module in nnx.iter_modules(model):
+        module.qwix_path = path
+    seen = []
+
+    def dot_general(*operands, **options):
+        seen.append(operands[1].shape)
+        return jax.lax.dot_general(*operands, **options)
+
+    model.up.dot_general = dot_general
+    jax.tree.map(np.testing.assert_array_equal, gradients_of_all(model, x), expected)
+    assert seen[0] == (32, 64)
+    reasons = {layer.reason for layer in convert(model, BlockScaling()).layers}
+    assert reasons == {"its model is one of qwix, which computes the products"}  # it may quantize them
+    assert type(model.up) is nnx.Linear
+    model.up.kernel_lora_a = nnx.LoRAParam(jnp.ones((32, 4)))
+    assert [layer.path for layer in convert(model, BlockScaling()).converted] == ["down"]  # up has a dot_general
