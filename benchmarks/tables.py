@@ -56,6 +56,7 @@ _MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|changes|waitin
 
 _STEP = ("step", "nvidia-h100-80gb-hbm3", "step", "8b-8x1x8192")
 _FSDP = ("fsdp", "nvidia-h100-80gb-hbm3", "step", "8b-8x2x8192-remat")
+_DEEP = ("fsdp", "nvidia-h200", "step", "8b-32x4x8192-remat")
 _FLAX = ("flax_models", "nvidia-h100-80gb-hbm3", "step")
 _BLOCK = ("layer", "nvidia-h100-80gb-hbm3", "block", "4x2048x4096x14336")
 _HEAD = ("linear_cross_entropy", "nvidia-h100-80gb-hbm3", "master", "8192x4096x128256")
@@ -72,6 +73,8 @@ GAINS = (
     ("the same step with FSDP and recomputation", "2 × H100", _FSDP, _BEST, "bf16", "plain JAX, bfloat16"),
     ("", "", _FSDP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
     ("… of the NNX model, after the same changes", "", _FSDP, _USERS, "bf16", "plain JAX, bfloat16"),
+    ("the step of Llama 3 8B with all 32 layers, FSDP", "4 × H200", _DEEP, _BEST, "bf16", "plain JAX, bfloat16"),
+    ("", "", _DEEP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
     ("a Llama 3 8B block with gradients, 4 × 2048 tokens", "1 × H100", _BLOCK, "te_jax_block", "bf16",
      "plain JAX, bfloat16"),
     ("output head and loss with gradients, vocabulary 128256", "1 × H100", _HEAD, "te_jax_fp8_backward", "optax",
