@@ -103,18 +103,18 @@ def read(given: dict[str, Any], path: Any) -> tuple[Family, DecoderConfig]:
       FolderError: the decoder cannot be this model; the message names the field.
     """
     fields = Fields(given, path)
-    if given.get("quantization_config") is not None:
-        raise fields.error(
-            "the model is quantized (quantization_config): load it with transformers, dequantized to bfloat16, and "
-            "save_pretrained it"
-        )
     kind = fields.take("model_type", kind=str)
     if kind not in FAMILIES:
         raise fields.error(f"model_type is {_shown(kind)}: te_jax.models knows {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     fields = Fields({**family.defaults, **given}, path)
     fields.expect("model_type", kind)
-    fields.expect("quantization_config", None)
+    quantized = fields.take("quantization_config", kind=dict, default=None)
+    if quantized is not None and (kind, quantized.get("quant_method")) != ("gpt_oss", "mxfp4"):
+        raise fields.error(
+            "the model is quantized (quantization_config), and of such models te_jax.models reads gpt-oss alone: load "
+            "it with transformers, dequantized to bfloat16, and save_pretrained it"
+        )
     fields.expect("attention_dropout", 0.0)
     fields.expect("is_encoder_decoder", False)
     try:

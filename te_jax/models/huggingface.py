@@ -69,7 +69,8 @@ def from_hf(
         logits = te_jax.models.apply(params, tokens, config)
 
     Tensors go one at a time from the file to the devices that need them, which transpose and convert them: neither the
-    host nor a device ever holds a second copy of the model. Files are safetensors; nothing in them is executed.
+    host nor a device ever holds a second copy of the model. Files are safetensors; nothing in them is executed. The
+    experts of gpt-oss may be in MXFP4.
 
     Args:
       folder: with config.json and model.safetensors, or an index and the files that it names: what `save_pretrained`
@@ -141,7 +142,7 @@ def to_hf(
         family, theirs = _read_config(like)
         if families.architecture(theirs) != families.architecture(config):
             raise ValueError(f"config is {config!r}, and like, {like}, has {theirs!r}: leave like out")
-        fields = _fields(like / _CONFIG)
+        fields = {name: value for name, value in _fields(like / _CONFIG).items() if name != "quantization_config"}
     expected = {tensor.name: tensor for tensor in families.tensors(family, config)}
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in expected.items():
@@ -194,7 +195,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 def _check(folder: Path, tensors: Tensors, expected: Sequence[Tensor], config: DecoderConfig) -> None:
     """Refuses tensors that are not those of the parameters."""
-    names = {tensor.name for tensor in expected}
+    names = {name for tensor in expected for name in _names_in_files(tensors, tensor)}
     if missing := [name for name in names if name not in tensors.types]:
         raise FolderError(f"{folder} lacks {_some(missing)}, which config.json asks for")
     # Of older files, and of a head that is tied.
@@ -205,13 +206,32 @@ def _check(folder: Path, tensors: Tensors, expected: Sequence[Tensor], config: D
     shapes = {"embedding": (vocab, hidden), "final_norm": (hidden,), "head": (hidden, vocab)}
     shapes |= config.kernel_shapes | config.other_shapes
     for tensor in expected:
+        shape = _file_shape(tensor, shapes[tensor.paths[0][-1]])
+        if len(parts := _names_in_files(tensors, tensor)) > 1:
+            _check_mxfp4(folder, tensors, parts, shape)
+            continue
         found = tensors.types[tensor.name]
-        if found.shape != (shape := _file_shape(tensor, shapes[tensor.paths[0][-1]])):
+        if found.shape != shape:
             raise FolderError(f"{folder}: {tensor.name} has shape {found.shape}, and config.json asks for {shape}")
         if found.dtype not in _FLOATS:
             raise FolderError(
                 f"{folder}: {tensor.name} has dtype {found.dtype}, and te_jax.models reads {', '.join(_FLOATS)}"
             )
+
+
+def _names_in_files(tensors: Tensors, tensor: Tensor) -> tuple[str, ...]:
+    """The tensor itself, or the two of one in MXFP4."""
+    parts = f"{tensor.name}_blocks", f"{tensor.name}_scales"
+    return parts if parts[0] in tensors.types and tensor.name not in tensors.types else (tensor.name,)
+
+
+def _check_mxfp4(folder: Path, tensors: Tensors, parts: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    experts, inner, columns = shape
+    scales = experts, columns, inner // 32
+    for name, wanted in zip(parts, ((*scales, 16), scales), strict=True):
+        found = tensors.types.get(name)
+        if found is None or found.shape != wanted or found.dtype != np.uint8 or inner % 32:
+            raise FolderError(f"{folder}: {name} is {found}, and config.json asks for uint8 of shape {wanted}")
 
 
 def _some(names: Any) -> str:
@@ -235,6 +255,10 @@ def _load(
     tensors: Tensors, path: tuple[Any, ...], parts: Sequence[Tensor], dtype: np.dtype, place: Sharding | None
 ) -> jax.Array:
     """A parameter from the tensors that hold it: as they are in the file, then turned on the devices."""
+    if len(quantized := _names_in_files(tensors, parts[0])) > 1:
+        whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+        which = parts[0].paths.index(path) if parts[0].form == "pairs" else None
+        return _dequantized(which, dtype, place)(*(_put(tensors.read(name), whole) for name in quantized))
     views, form = [tensors.read(part.name) for part in parts], parts[0].form
     if form == "pairs":
         views = [view[..., part.paths.index(path) :: 2] for view, part in zip(views, parts, strict=True)]
@@ -274,5 +298,20 @@ def _put_stacked(views: Sequence[np.ndarray], place: Sharding | None) -> jax.Arr
 def _turned(transposed: bool, dtype: np.dtype, place: Sharding | None) -> Callable[[jax.Array], jax.Array]:
     def turn(x: jax.Array) -> jax.Array:
         return (jnp.swapaxes(x, -1, -2) if transposed else x).astype(dtype)
+
+    return jax.jit(turn, out_shardings=place)
+
+
+@functools.lru_cache(maxsize=64)
+def _dequantized(which: int | None, dtype: np.dtype, place: Sharding | None) -> Callable[..., jax.Array]:
+    """The values [experts, in, out] of blocks of MXFP4 and their scales, or every other column of them."""
+
+    def turn(blocks: jax.Array, scales: jax.Array) -> jax.Array:
+        codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1)  # the low half of a byte is the first value
+        magnitudes = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)
+        values = jnp.where(codes & 8, -1.0, 1.0) * magnitudes[codes & 7]
+        values = jnp.ldexp(values, scales.astype(jnp.int32)[..., None, None] - 127)
+        values = jnp.swapaxes(values.reshape(*scales.shape[:2], -1), 1, 2)
+        return (values if which is None else values[..., which::2]).astype(dtype)
 
     return jax.jit(turn, out_shardings=place)

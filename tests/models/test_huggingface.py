@@ -27,6 +27,7 @@ from te_jax.models import (
     from_hf,
     generate,
     huggingface,
+    init,
     param_specs,
     to_hf,
 )
@@ -96,6 +97,49 @@ def test_generated_tokens_are_those_of_transformers(name):
     time = wanted.shape[1] - 16
     found = generate(params, wanted[:, :time], config, max_new_tokens=16, implementation="reference")
     np.testing.assert_array_equal(found, wanted[:, time:])
+
+
+def quantized(folder, rng):
+    """A gpt-oss whose experts are in MXFP4, and the values of its first gates."""
+    config = dataclasses.replace(config_from_hf(HF / "gpt_oss"), num_layers=1, window=None, hidden_size=64, mlp_size=32)
+    params = init(config, jax.random.key(0))
+    to_hf(folder / "plain", config, params)
+    tensors = Tensors.open(folder / "plain")
+    found = {name: tensors.read(name) for name in tensors.types}
+    for name in ("gate_up_proj", "down_proj"):
+        experts, inner, columns = found.pop(f"model.layers.0.mlp.experts.{name}").shape
+        shape = experts, columns, inner // 32
+        found[f"model.layers.0.mlp.experts.{name}_blocks"] = rng.integers(0, 256, (*shape, 16)).astype(np.uint8)
+        found[f"model.layers.0.mlp.experts.{name}_scales"] = rng.integers(120, 130, shape).astype(np.uint8)
+    fields = fields_of(folder / "plain") | {"quantization_config": {"quant_method": "mxfp4"}}
+    write(folder / "mxfp4", {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in found.items()}, found.get)
+    (folder / "mxfp4" / "config.json").write_text(json.dumps(fields))
+    return folder / "mxfp4", found
+
+
+def test_experts_in_mxfp4_are_read(tmp_path, rng):
+    folder, tensors = quantized(tmp_path, rng)
+    config, params = from_hf(folder)
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    for name, found in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        blocks, scales = (tensors[f"model.layers.0.mlp.experts.{name}_{part}"] for part in ("blocks", "scales"))
+        for _ in range(50):
+            expert, column, group, byte = (int(rng.integers(0, size)) for size in blocks.shape)
+            high = int(rng.integers(0, 2))
+            code = int(blocks[expert, column, group, byte]) >> 4 * high & 15
+            value = magnitudes[code & 7] * (-1) ** (code >> 3) * 2.0 ** (int(scales[expert, column, group]) - 127)
+            param = params["layers"][0][found[column % len(found)]]
+            assert param[expert, 32 * group + 2 * byte + high, column // len(found)] == value
+    to_hf(tmp_path / "again", config, params, like=folder)
+    assert "quantization_config" not in fields_of(tmp_path / "again")
+    assert_equal(from_hf(tmp_path / "again")[1], params)
+    damaged = tensors | {"model.layers.0.mlp.experts.down_proj_scales": np.zeros((1, 2, 3), np.uint8)}
+    write(tmp_path / "damaged", {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in damaged.items()}, damaged.get)
+    shutil.copy(folder / "config.json", tmp_path / "damaged")
+    with pytest.raises(
+        FolderError, match=r"down_proj_scales is .*, and config.json asks for uint8 of shape \(4, 64, 1\)"
+    ):
+        from_hf(tmp_path / "damaged")
 
 
 # Bounds of the median error of a token's logits: a token whose router is near a tie may meet another expert. Every
@@ -431,7 +475,7 @@ def _yarn(**changes):
     [
         ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is unknown to te_jax.models and may change"),
         ("llama", {"a": 1, "b": 2}, "'a', 'b' are unknown"),
-        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, r"is quantized \(quantization_config\): load it"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "and of such models te_jax.models reads gpt-oss"),
         ("llama", {"model_type": "mamba"}, "model_type is 'mamba': te_jax.models knows llama, mistral"),
         ("llama", {"model_type": ["llama"]}, r"model_type is \['llama'\]: it must be of type str"),
         ("llama", {"model_type": None}, "model_type is missing"),
