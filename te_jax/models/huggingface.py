@@ -297,7 +297,8 @@ def _put_stacked(views: Sequence[np.ndarray], place: Sharding | None) -> jax.Arr
 @functools.lru_cache(maxsize=1024)
 def _turned(transposed: bool, dtype: np.dtype, place: Sharding | None) -> Callable[[jax.Array], jax.Array]:
     def turn(x: jax.Array) -> jax.Array:
-        return (jnp.swapaxes(x, -1, -2) if transposed else x).astype(dtype)
+        # A copy: what JAX forwards would stay the memory of the file, on a CPU.
+        return jnp.copy(jnp.swapaxes(x, -1, -2) if transposed else x).astype(dtype)
 
     return jax.jit(turn, out_shardings=place)
 
