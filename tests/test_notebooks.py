@@ -43,6 +43,7 @@ def test_there_are_notebooks():
         "collective_matmul.ipynb",
         "convert.ipynb",
         "experts.ipynb",
+        "finetune.ipynb",
         "fp8_linear.ipynb",
         "low_precision_adam.ipynb",
         "offload.ipynb",

@@ -26,6 +26,7 @@ from te_jax.recipe import BlockScaling, DelayedScaling
 OFFLOAD_MIN_SIZE = 2**16
 """Bytes: what is smaller stays on the device."""
 
+_BYTES = 256
 _VOCAB_MULTIPLE = 128  # suits GEMMs, and devices that share the model
 
 
@@ -132,16 +133,20 @@ def _learning_rate(options: Options, config: DecoderConfig) -> float:
     return 2e-5 if config.lora is None else 2e-4
 
 
-def tokenizer_of(folder: str) -> str:
-    """The file with the tokenizer of a model of Hugging Face.
+def tokenizer_of(folder: str) -> str | None:
+    """The file with the tokenizer of a model of Hugging Face; None for a model of bytes, as `te-jax train` makes them.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such model, or no tokenizer of it.
     """
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"--from {folder} has no tokenizer.json, which reads the text: add --tokenizer FILE")
-    return str(path)
+    if path.is_file():
+        return str(path)
+    with reading(folder):
+        config = config_from_hf(folder)
+    if config.vocab_size == _BYTES:
+        return None
+    raise UserError(f"--from {folder} has no tokenizer.json, which reads the text: put that of the model there")
 
 
 def build_config(options: Options, vocab_size: int | None = None) -> DecoderConfig:

@@ -323,15 +323,18 @@ def new_path() -> Path:
             return path
 
 
-def newest_path() -> Path:
+def newest_path(option: str = "--out") -> Path:
     """The latest of these folders.
+
+    Args:
+      option: that names another one, for the error.
 
     Raises:
       UserError: there is none.
     """
     numbered = {number: path for number, path in _numbered().items() if path.is_dir()}
     if not numbered:
-        raise UserError(f"--resume finds no {_RUNS}/train-…: name the folder of the run with --out")
+        raise UserError(f"there is no {_RUNS}/train-… here: name the folder of the run with {option}")
     return numbered[max(numbered)]
 
 
@@ -341,8 +344,12 @@ def _numbered() -> dict[int, Path]:
     return {int(number): path for number, path in found.items() if number.isdecimal() and f"{int(number):03}" == number}
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path, option: str = "--out") -> dict[str, Any]:
     """The last header of the run in a folder.
+
+    Args:
+      path: the folder.
+      option: that names it, for errors.
 
     Raises:
       UserError: the folder holds no run or cannot be read, or its log has lost the header.
@@ -352,7 +359,8 @@ def read_header(path: Path) -> dict[str, Any]:
     if not headers and (records or _has_checkpoints(path)):
         raise UserError(f"{path / _LOG} has lost its header, without which no run goes on: start another run")
     if not headers:
-        raise UserError(f"--out {path} holds no run to resume: leave --resume out to start one")
+        way_out = "leave --resume out to start one" if option == "--out" else "name the --out of te-jax train"
+        raise UserError(f"{option} {path} holds no run: {way_out}")
     return headers[-1]
 
 

@@ -55,8 +55,8 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
     Raises:
       UserError: there is no run, or no checkpoint of it.
     """
-    path = _run_folder.newest_path() if path is None else path
-    header = _run_folder.read_header(path)
+    path = _run_folder.newest_path("--run") if path is None else path
+    header = _run_folder.read_header(path, "--run")
     try:
         config, options = _config_of(header["model"]), header["options"]
     except (KeyError, TypeError, ValueError) as error:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from te_jax.cli import _trained
     from te_jax.models import to_hf
 
-    trained = _trained.of_run(args.run, "float32")
+    trained = _trained.of_run(args.run, args.dtype)
     try:
         to_hf(args.folder, trained.config, trained.params, like=trained.folder, dtype=args.dtype)
     except ValueError as error:

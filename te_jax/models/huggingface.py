@@ -78,7 +78,8 @@ def from_hf(
       param_dtype: float dtype of the parameters.
       shardings: the config → a `jax.sharding.Sharding` for every parameter, in the dicts of `te_jax.models.init`; for
         example by `te_jax.models.param_specs`. None puts all on the default device.
-      changes: as in `config_from_hf`.
+      changes: as in `config_from_hf`. With `lora` there are adapters besides, those of `te_jax.models.init` with
+        `jax.random.key(0)`, in float32.
 
     Returns:
       (config, parameters as of `te_jax.models.init`).
@@ -93,7 +94,11 @@ def from_hf(
     expected = list(itertools.islice(families.tensors(family, config), len(tensors.types) + 1))
     _check(folder, tensors, expected, config)
     shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    config = dataclasses.replace(config, **changes)
     places = None if shardings is None else shardings(config)
+    of_adapters = None
+    if places is not None and config.lora is not None:
+        of_adapters, places = decoder.split_adapters(places)
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor in expected:
         for path in tensor.paths:
@@ -107,7 +112,13 @@ def from_hf(
         params = jax.tree.map_with_path(lambda path, shape: load(path, shape, None), shapes)
     else:
         params = jax.tree.map_with_path(load, shapes, places)
-    return dataclasses.replace(config, **changes), params
+    if config.lora is None:
+        return config, params
+
+    def adapters() -> dict[str, Any]:
+        return decoder.split_adapters(decoder.init(config, jax.random.key(0)))[0]
+
+    return config, decoder.join_adapters(jax.jit(adapters, out_shardings=of_adapters)(), params)
 
 
 def to_hf(
@@ -135,6 +146,8 @@ def to_hf(
       >>> te_jax.models.to_hf("finetuned", config, params, like="Llama-3.2-1B", dtype="bfloat16")  # doctest: +SKIP
     """
     folder, like = Path(folder), None if like is None else Path(like)
+    if (folder / _CONFIG).exists():
+        raise FolderError(f"{folder} already holds a model: choose another folder, or remove the model")
     if like is None:
         family = families.family_of(config)
         fields = families.describe(family, config)

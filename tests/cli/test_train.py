@@ -626,7 +626,7 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
         ),
         (["--text", "nowhere.txt"], "--text nowhere.txt does not exist"),
         (["--text", ""], "--text: is empty"),
-        (["--resume"], "holds no run to resume"),
+        (["--resume"], "holds no run: leave --resume out"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_written(argv, words, out, capsys):
@@ -670,7 +670,7 @@ def paths(monkeypatch):
 
 def test_each_run_has_a_fresh_folder_and_the_newest_is_resumed(paths, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "--resume finds no runs/train-…" in refused(["--resume"], capsys)
+    assert "there is no runs/train-… here: name the folder of the run with --out" in refused(["--resume"], capsys)
     assert not (tmp_path / "runs").exists()
     for seed in ("0", "1"):
         assert main(["train", *SMALL, "--seed", seed]) == 0
@@ -684,7 +684,7 @@ def test_each_run_has_a_fresh_folder_and_the_newest_is_resumed(paths, tmp_path, 
     (tmp_path / "runs" / "train-009").mkdir()
     (tmp_path / "runs" / "train-last").mkdir()
     (tmp_path / "runs" / "train-010").touch()
-    assert "--out runs/train-009 holds no run to resume" in refused(["--resume"], capsys)
+    assert "--out runs/train-009 holds no run: leave --resume out" in refused(["--resume"], capsys)
     assert main(["train", *SMALL]) == 0
     assert paths[-1] == "runs/train-011"
 
@@ -742,7 +742,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
     text = ["--text", str(tmp_path / "text")]
     assert main(["train", *SMALL, *text, "--steps", str(STEPS), "--out", str(out)]) == 0
     capsys.readouterr()
-    kept = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(_options.Options)}
+    kept = {_options.flag(field.name) for field in dataclasses.fields(_options.Options)}
     for option, value in {
         "--preset": "tiny",
         "--steps": str(STEPS - 1),
@@ -758,6 +758,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--warmup-steps": "3",
         "--clip-norm": "0.5",
         "--optimizer-state": "fp8",
+        "--lora": "4",
     }.items():
         kept.discard(option)
         error = refused(["--resume", "--out", str(out), option, value], capsys)
@@ -767,7 +768,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         error = refused(["--resume", "--out", str(out), option], capsys)
         assert error.startswith(f"te-jax: error: {option} is True, but the run in {out} was started with False")
     # test_train_parallel.py shows that a checkpoint fits whatever these are.
-    assert kept == {"--" + name.replace("_", "-") for name in _options._CHANGEABLE}
+    assert kept == set(map(_options.flag, _options._CHANGEABLE))
     assert "already holds a run" in refused([*SMALL, "--out", str(out)], capsys)
     same = [*SMALL, *text, "--steps", str(STEPS), "--checkpoint-every", "2", "--dtype", "auto"]
     assert main(["train", "--resume", "--out", str(out), *same]) == 0

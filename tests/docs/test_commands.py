@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")])
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 _CODE = re.compile(r"```\w*\n(?P<block>.*?)```|`(?P<inline>[^`]+)`", re.DOTALL)
-_STANDS_FOR = {"FAMILY": "gemm", "N": "2", "…": "none"}
+_STANDS_FOR = {"FAMILY": "gemm", "N": "2", "RANK": "8", "…": "none"}
+_HF_CONFIG = {  # of Llama 3.2 1B, in the place of the models that pages name after --from
+    **{"model_type": "llama", "vocab_size": 128_256, "num_hidden_layers": 16, "hidden_size": 2048},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "tie_word_embeddings": True},
+}
 
 
 def text_of(page):
@@ -38,28 +42,37 @@ def commands(page, program):
                 yield [_STANDS_FOR.get(word, word) for word in words if word != "--help"]
 
 
-def check_te_jax(words):
+def check_te_jax(words, folder):
     args = main._parser().parse_args(words)
     if words[0] == "train":
+        if args.from_ is not None:
+            (folder / "config.json").write_text(json.dumps(_HF_CONFIG))
+            args.from_ = str(folder)
         _plan.build_config(_options.resolve(args, None))
     if words[0] == "bench" and args.family is not None:
         assert bench._family(args.family) is not None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_those_of_te_jax(page):
+def test_commands_are_those_of_te_jax(page, tmp_path):
     for words in commands(page, "te-jax"):
-        check_te_jax(words)
+        check_te_jax(words, tmp_path)
 
 
-@pytest.mark.parametrize("command", ["train --recipes block", "train --recipe blocks", "trains", "bench cross_entropy"])
+_WRONG = [
+    *("train --recipes block", "train --recipe blocks", "trains", "bench cross_entropy", "train --lora 8"),
+    *("train --from DIR --lora 8 --tp 2", "generate --from DIR", "generate --run DIR --from DIR TEXT", "export"),
+]
+
+
+@pytest.mark.parametrize("command", _WRONG)
 def test_commands_that_there_are_not_would_be_found(command, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"```python\nx = 1\n```\n`te-jax doctor`\n```sh\nte-jax {command}    # measures\n```\n")
     doctor, wrong = commands(page, "te-jax")
-    check_te_jax(doctor)
+    check_te_jax(doctor, tmp_path)
     with pytest.raises((UserError, ModuleNotFoundError)):
-        check_te_jax(wrong)
+        check_te_jax(wrong, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

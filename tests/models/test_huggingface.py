@@ -20,6 +20,7 @@ from te_jax.models import (
     PRESETS,
     Experts,
     FolderError,
+    Lora,
     RopeScaling,
     TensorParallel,
     apply,
@@ -29,6 +30,7 @@ from te_jax.models import (
     huggingface,
     init,
     param_specs,
+    split_adapters,
     to_hf,
 )
 from te_jax.models.safetensors import Tensors, write
@@ -97,6 +99,20 @@ def test_generated_tokens_are_those_of_transformers(name):
     time = wanted.shape[1] - 16
     found = generate(params, wanted[:, :time], config, max_new_tokens=16, implementation="reference")
     np.testing.assert_array_equal(found, wanted[:, time:])
+
+
+def test_adapters_are_made_beside_a_model():
+    config, params = from_hf(HF / "llama_tied", lora=Lora(2))
+    adapters, frozen = split_adapters(params)
+    assert_equal(frozen, load("llama_tied")[1])
+    assert_equal(adapters, split_adapters(init(config, jax.random.key(0)))[0])
+
+
+def test_no_file_of_a_folder_is_overwritten(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FolderError, match="already holds a model: choose another folder"):
+        to_hf(tmp_path, *load("llama_tied"))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def quantized(folder, rng):
