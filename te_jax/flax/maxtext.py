@@ -1,4 +1,4 @@
-"""FP8 for the dense layers of MaxText, which asks an object for a `dot_general_cls`."""
+"""FP8 for the dense layers and experts of MaxText, which asks an object for a `dot_general_cls` and an `einsum`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jax import Array, lax
 from te_jax import native
 from te_jax.flax import linear
 from te_jax.layers import convert as conversion
-from te_jax.recipe import Recipe
+from te_jax.layers import linear as layers
+from te_jax.recipe import DelayedScaling, Recipe
 
 
 class _Log:
@@ -23,10 +24,16 @@ class _Log:
     def __init__(self):
         self.layers: dict[tuple[Any, ...], conversion.Layer] = {}
 
+    def note(
+        self, kernel_axes: tuple[str | None, ...], kernel: Array, recipe: Recipe | None, reason: str | None
+    ) -> None:
+        path = "/".join(map(str, kernel_axes))
+        self.layers[kernel_axes, kernel.shape] = conversion.Layer(path, f"kernel {kernel.shape}", recipe, reason or "")
+
 
 @dataclasses.dataclass(frozen=True)
 class MaxTextQuantization:
-    """A quantization of MaxText (0.2.5) whose dense layers multiply in FP8 as a recipe says.
+    """A quantization of MaxText (0.2.4, 0.2.5) whose dense layers and experts multiply in FP8 as a recipe says.
 
     In a training loop of your own, MaxText's models take it as an argument:
 
@@ -38,9 +45,18 @@ class MaxTextQuantization:
         from maxtext.layers import quantizations
         quantizations.configure_quantization = lambda *_, **__: MaxTextQuantization(BlockScaling())
 
-    Only dense layers are quantized. Routers, experts and KV caches are computed in the dtype of their operands, and so
-    are dense layers whose sizes are no multiples of 16; `report` lists them. MaxText hands its `matmul_precision` to no
-    quantized product: set `jax_default_matmul_precision` for those that stay in high precision.
+    Parameters have the names and shapes of the unquantized model, so checkpoints load in both directions. Embeddings,
+    output heads, routers and KV caches stay in the dtype of their operands, and so do kernels whose sizes are no
+    multiples of 16. `report` lists the kernels for which MaxText asks the quantization.
+
+    Experts are quantized with sparse_matmul=False. With sparse_matmul=True and megablox=False, MaxText 0.2.5 calls
+    `jax.lax.ragged_dot` without asking the quantization; 0.2.4 fails with any but that of AQT. Put such experts in FP8
+    once the model is made, in a training loop of your own:
+
+        te_jax.nnx.convert(model, BlockScaling())
+
+    MaxText hands its `matmul_precision` to no quantized product: set `jax_default_matmul_precision` for those that stay
+    in high precision.
 
     Attributes:
       recipe: how to quantize. The state of `DelayedScaling` is in variables of the type by which MaxText knows state
@@ -66,11 +82,38 @@ class MaxTextQuantization:
             DotGeneral, self.recipe, implementation=self.implementation, kernel_axes=tuple(mesh_axes), log=self._log
         )
 
+    def einsum(self, mesh_axes: Sequence[str | None] = (), dtype: Any = None) -> Callable[..., Array]:
+        """Returns the function that multiplies by the kernels of experts: einsum(subscripts, inputs, kernel).
+
+        MaxText multiplies tokens by masks with it too. It is `jnp.einsum` for these, and for `DelayedScaling`.
+
+        Args:
+          mesh_axes: the logical names of the dimensions of the right operand. Those of activations begin with
+            "activation".
+          dtype: ignored; the result has the dtype of the inputs.
+        """
+        del dtype
+        axes = tuple(mesh_axes)
+        if not axes or any(str(axis).startswith("activation") for axis in axes):
+            return jnp.einsum
+        return functools.partial(self._einsum, axes)
+
+    def _einsum(self, kernel_axes: tuple[str | None, ...], subscripts: str, inputs: Array, kernel: Array) -> Array:
+        obstacle = conversion.obstacle_in_einsum(subscripts, kernel.shape, "subscripts")
+        if isinstance(self.recipe, DelayedScaling):
+            obstacle = "DelayedScaling has no place for its state in experts: use a recipe without state"
+        self._log.note(kernel_axes, kernel, None if obstacle else self.recipe, obstacle)
+        if obstacle:
+            return jnp.einsum(subscripts, inputs, kernel)
+        names = layers.Einsum.parse(subscripts, kernel.shape)
+        options = layers.Options(self.recipe, None, self.implementation)
+        return layers.einsum(names, inputs, kernel, None, None, dtype=inputs.dtype, options=options)
+
     def report(self) -> conversion.Report:
         """Reports which kernels are multiplied in FP8, and why the others are not.
 
-        Layers are known by the logical axes and the shape of their kernels, which all layers of a kind share: each kind
-        has one row. Call it after the model was made.
+        Kernels are known by their logical axes and their shape, which all layers of a kind share: each kind has one
+        row. Call it after the model was called, as experts are in the report from then on.
 
         Raises:
           ValueError: no model was made with this quantization.
@@ -78,11 +121,6 @@ class MaxTextQuantization:
         if not self._log.layers:
             raise ValueError("no layer has multiplied with this quantization: make the model with it, then ask again")
         return conversion.report(self._log.layers.values(), ())
-
-    def einsum(self, mesh_axes: Sequence[str | None] = (), dtype: Any = None) -> Callable[..., Array]:
-        """`jnp.einsum`: MaxText does not say which of its operands is a kernel."""
-        del mesh_axes, dtype
-        return jnp.einsum
 
 
 class DotGeneral(linear.DotGeneral):
@@ -115,9 +153,7 @@ class DotGeneral(linear.DotGeneral):
             obstacle = conversion.obstacle_in_sizes([rhs.shape[axis] for axis in contracted], features)
         recipe = self.recipe if obstacle is None else None
         if self.log is not None:
-            path = "/".join(map(str, self.kernel_axes))
-            row = conversion.Layer(path, f"kernel {rhs.shape}", recipe, obstacle or "")
-            self.log.layers[self.kernel_axes, rhs.shape] = row
+            self.log.note(self.kernel_axes, rhs, recipe, obstacle)
         options: Any = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         if obstacle is not None:
             return lax.dot_general(lhs, rhs, dimension_numbers, precision=precision, **options)

@@ -127,6 +127,7 @@ _KNOWN: Layers = {
     "gemma.gm.nn._layers.Einsum": _GEMMA,
     "gemma.gm.nn.gemma4._layers.Einsum": KernelsLayer(("w",)),
     "gemma.gm.nn.gemma4._moe.MoERagged": KernelsLayer(("gating_einsum/w", "linear/w"), _GEMMA_4),
+    "maxtext.layers.moe.RoutedMoE": KernelsLayer(("wi_0", "wi_1", "wo"), ("num_experts_per_tok", "num_experts")),
     **{f"tunix.models.{name}.model.Einsum": _TUNIX for name in ("gemma", "gemma3", "llama3", "qwen2", "qwen3")},
     "tunix.models.gemma4.layers.Einsum": KernelsLayer(("w",)),
     "tunix.models.gemma4.moe.MoERagged": KernelsLayer(("gating_einsum", "linear"), _GEMMA_4),
