@@ -4,6 +4,7 @@ Everything here happens before a backend starts. The same tests run on a GPU wit
 """
 
 import collections
+import dataclasses
 import gc
 import os
 import pathlib
@@ -24,6 +25,7 @@ from parameters import mark_products
 from xla_flags import asks_for_devices, compile_quickly
 
 from te_jax import native, ops
+from te_jax.native import extension
 
 gc.set_threshold(100_000, 20, 50)  # tracing makes many objects that stay: looking for cycles was a tenth of the time
 compile_quickly()
@@ -71,8 +73,8 @@ _SLOW = {
 # What tests that are not slow compile of each folder at most: a number of programs is the same on every machine, where
 # times are not. A run above fails: let tests share programs, mark some as slow, or raise the number.
 _MOST_PROGRAMS = {
-    "benchmarks": 10, "cli": 10, "conformance": 1500, "docs": 340, "hlo": 65, "layers": 215, "linear": 125,
-    "models": 285, "modules": 790, "native": 120, "nnx": 100, "offload": 140, "ops": 2060, "optim": 880,
+    "benchmarks": 10, "cli": 20, "conformance": 1500, "docs": 360, "hlo": 65, "layers": 215, "linear": 125,
+    "models": 285, "modules": 790, "native": 120, "nnx": 100, "offload": 140, "ops": 2080, "optim": 880,
     "parallel": 360, "sharding": 180, "tests": 230,
 }  # fmt: skip
 _programs = collections.Counter()
@@ -209,6 +211,31 @@ def implementation(request):
 def native_kernels():
     """Skips a test that is about native kernels where there are none."""
     _skip_without_native()
+
+
+@pytest.fixture
+def report_gpus(monkeypatch, native_kernels):
+    """report_gpus("8.9") lets te_jax see a GPU of that compute capability, beside an extension compiled for 9.0.
+
+    Its native kernels are those of the CPU. Several capabilities are those of several GPUs.
+    """
+    if jax.default_backend() != "cpu":
+        pytest.skip("a CPU takes the part of the GPU")
+    cached = extension._problem_on_default_backend, extension.compute_capability, extension._warn_once
+
+    def report(*capabilities):
+        for function in cached:
+            function.cache_clear()
+        monkeypatch.setattr(extension, "_gpus", lambda: tuple((f"GPU {c}", c) for c in capabilities))
+
+    module, state = extension._load("cpu")
+    cuda = dataclasses.replace(state, platform="cuda", build={**state.build, "cuda architectures": "90a-real"})
+    load = {"cpu": (module, state), "cuda": (module, cuda)}.__getitem__
+    monkeypatch.setattr(extension, "_load", load)
+    yield report
+    monkeypatch.undo()
+    for function in cached:
+        function.cache_clear()
 
 
 def _skip_without_native():

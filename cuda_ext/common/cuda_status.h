@@ -12,7 +12,13 @@ namespace te {
 inline Status Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status::Ok();
   static_cast<void>(cudaGetLastError());  // reported here: the thread's next launch would find it again
-  return Status::Failed(std::string(what) + ": " + cudaGetErrorString(error));
+  std::string message = std::string(what) + ": " + cudaGetErrorString(error);
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    message +=
+        "; te_jax's CUDA kernels are for GPUs of compute capability 9.0 (H100, H200), and the program that calls them "
+        "was made for one: export it for this GPU with implementation='xla' or 'reference'";
+  }
+  return Status::Failed(message);
 }
 
 // Counts those of the current device.

@@ -172,8 +172,8 @@ class Options:
     clip_norm: float = _option(
         1.0, "largest norm of the gradient, to which larger ones are scaled; 0 for none", metavar="NORM"
     )
-    implementation: Literal["auto", "native", "reference"] = _option(
-        "auto", "implementation of te_jax's operations", choices=("auto", "native", "reference")
+    implementation: Literal["auto", "native", "xla", "reference"] = _option(
+        "auto", "implementation of te_jax's operations", choices=("auto", "native", "xla", "reference")
     )
     dtype: str = _option(
         "auto",

@@ -343,11 +343,19 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
     for option, recipe in of.items():
         if recipe is None:
             continue
+        if config.experts is not None and option.startswith("--recipe"):
+            grouped = functools.partial(ops.grouped_dense, recipe=recipe, implementation=asked)
+            with _available(option):
+                shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (1, 128, 128))]
+                jax.eval_shape(grouped, *shapes, jax.ShapeDtypeStruct((1,), jnp.int32))
         state = recipe.init() if isinstance(recipe, DelayedScaling) else None
         layer = functools.partial(ops.dense, recipe=recipe, scaling_state=state, implementation=asked)
         with _available(option):  # not every GPU has kernels for it
             jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
-    return "native" if use_native else "reference"
+    if use_native:
+        return "native"
+    # Off the GPUs of its kernels te_jax takes what XLA multiplies.
+    return asked or ("reference" if native.compute_capability() is None else "xla")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import platform
 import re
 import resource
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,16 +24,24 @@ import jax.numpy as jnp
 from te_jax import native
 from te_jax._core import host
 from te_jax._core.terminal import aligned, key_values, reason_of
+from te_jax.ops.implementations import XLA_CAPABILITY, fp8_implementation, unsupported
+from te_jax.recipe import Scaling
 
 DESCRIPTION = """\
-Report what te_jax finds on this machine: versions, devices, native extensions, FFI API versions, memory kinds, peer
-access between GPUs, host memory and optional packages; and, for each thing missing, the command that gets it.
+Report what te_jax finds on this machine: versions, devices, the implementation that each group of operations takes,
+native extensions, FFI API versions, memory kinds, peer access between GPUs, host memory and optional packages; and, for
+each thing missing, the command that gets it.
 
-Exit status: 0 when the GPU path is usable, that is when JAX sees a GPU of compute capability 9.0 and the extension
-_te_cuda is loaded; 1 otherwise. A machine without a GPU therefore exits with 1, and te_jax works there on the CPU."""
+Exit status: 0 when the GPU path is usable, that is when JAX sees GPUs of one compute capability, and layers run in FP8
+there: at 9.0 by the extension _te_cuda, at 8.9, 10.0 and 12.0 by XLA; 1 otherwise. A machine without a GPU therefore
+exits with 1, and te_jax works there on the CPU."""
 
 COMPUTE_CAPABILITY = "9.0"
 """The kernels are compiled for this architecture's own instructions (sm_90a), which no other GPU runs."""
+
+_PRODUCTS = "dense, einsum, gated_mlp, linear_cross_entropy, gemm, te_jax.parallel"
+_GROUPED_PRODUCTS = "grouped_dense, grouped_gemm, layers.moe"
+_OTHERS = "quantize, norms, activations and losses"
 
 _CORE_PACKAGES = ("te_jax", "jax", "jaxlib", "numpy")
 _PLUGIN_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
@@ -58,6 +67,21 @@ class Device:
     compute_capability: str | None
     memory_gib: float | None
     memory_kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The implementation that operations take here with implementation=None.
+
+    Attributes:
+      operations: their names.
+      recipes: names of recipes; empty for operations without one.
+      implementation: "native", "xla", "reference", "cuDNN" or "refused".
+    """
+
+    operations: str
+    recipes: str
+    implementation: str
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,7 @@ class Report:
     backend: str | None
     cuda_backend_error: str | None
     devices: tuple[Device, ...]
+    implementations: tuple[Chosen, ...]
     extensions: tuple[native.ExtensionStatus, ...]
     cuda_libraries: dict[str, str]
     jaxlib_ffi_api: tuple[int, int] | None
@@ -106,11 +131,18 @@ class Report:
         return bool(self.host_gpus or self.driver or any(device.compute_capability for device in self.devices))
 
     @property
+    def capabilities(self) -> frozenset[str]:
+        """Compute capabilities of the GPUs that JAX sees."""
+        return frozenset(device.compute_capability for device in self.devices if device.compute_capability is not None)
+
+    @property
     def gpu_path_usable(self) -> bool:
-        """Whether JAX sees a GPU of the supported compute capability and the CUDA extension is loaded."""
-        return any(device.compute_capability == COMPUTE_CAPABILITY for device in self.devices) and any(
-            extension.platform == "cuda" and extension.loaded for extension in self.extensions
-        )
+        """Whether layers run in FP8 on the GPUs that JAX sees."""
+        if len(self.capabilities) != 1:
+            return False
+        if COMPUTE_CAPABILITY in self.capabilities:
+            return any(extension.platform == "cuda" and extension.loaded for extension in self.extensions)
+        return all(map(_has_fp8_by_xla, self.capabilities))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +184,7 @@ def gather() -> Report:
         backend=backend,
         cuda_backend_error=_cuda_backend_error() if backend is not None else None,
         devices=attempt("devices", lambda: tuple(map(_describe, jax.devices())), ()) if backend is not None else (),
+        implementations=attempt("implementations", implementations, ()) if backend is not None else (),
         extensions=attempt("extensions", native.status, ()),
         cuda_libraries=attempt("CUDA libraries", native.cuda_library_versions, {}),
         jaxlib_ffi_api=attempt("FFI API of jaxlib", native.runtime_ffi_api, None),
@@ -181,6 +214,7 @@ def as_text(report: Report) -> str:
         ("Versions", _versions_text(report)),
         ("CUDA on this host", _cuda_text(report)),
         (f"Devices (JAX's default backend: {report.backend or 'none'})", _devices_text(report)),
+        ("Implementations of operations", _implementations_text(report)),
         ("Native extensions", _extensions_text(report)),
         ("Peer access between GPUs", _peer_text(report)),
         ("Host memory, for offload", _host_memory_text(report)),
@@ -223,6 +257,33 @@ def _describe(device: Any) -> Device:
         memory_gib=None if limit is None else round(limit / 2**30, 1),
         memory_kinds=_ask(lambda: tuple(memory.kind for memory in device.addressable_memories()), ()),
     )
+
+
+def implementations() -> tuple[Chosen, ...]:
+    """The implementation that each group of operations takes on JAX's default backend."""
+    on_gpu = native.compute_capability() is not None
+    others = "native" if native.available() else "xla" if on_gpu else "reference"
+    return (
+        Chosen(_PRODUCTS, "current, delayed", _of_product("tensor")),
+        Chosen(_PRODUCTS, "rowwise", _of_product("row")),
+        Chosen(_PRODUCTS, "block", _of_product("block_1x128")),
+        Chosen(_GROUPED_PRODUCTS, "any", _of_product("block_1x128", by_xla=False)),
+        Chosen(_OTHERS, "", others),
+        Chosen("attention", "", "cuDNN" if on_gpu else "reference"),
+    )
+
+
+def _of_product(scaling: Scaling, *, by_xla: bool = True) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says what is missing
+        try:
+            return fp8_implementation(None, scaling, unsupported(scaling), by_xla=by_xla)
+        except native.NativeUnavailableError:
+            return "refused"
+
+
+def _has_fp8_by_xla(capability: str) -> bool:
+    return tuple(map(int, capability.split("."))) >= XLA_CAPABILITY
 
 
 def _ask(question: Callable[[], _Value], otherwise: _Value) -> _Value:
@@ -289,12 +350,17 @@ def _device_advice(report: Report) -> list[Advice]:
     jax_gpus = [device for device in report.devices if device.compute_capability is not None]
     plugins = [name for name in _PLUGIN_PACKAGES if name.endswith("plugin") and report.versions.get(name)]
     platforms, jax_version = report.jax_platforms, report.versions.get("jax")
-    if any(device.compute_capability == COMPUTE_CAPABILITY for device in jax_gpus) or not report.has_gpu:
+    kinds = ", ".join(sorted({f"{device.kind} ({device.compute_capability})" for device in jax_gpus}))
+    if not report.has_gpu:
         return []
-    if jax_gpus:
-        kinds = ", ".join(sorted({f"{device.kind} ({device.compute_capability})" for device in jax_gpus}))
-        missing = f"no GPU of compute capability {COMPUTE_CAPABILITY}: JAX sees {kinds}"
-        remedy = "use an H100, H200 or GH200; on other GPUs the reference implementations run"
+    if len(report.capabilities) > 1:
+        missing = f"JAX sees GPUs of several compute capabilities, {kinds}, and te_jax chooses kernels for one"
+        remedy = "set CUDA_VISIBLE_DEVICES to GPUs of one capability"
+    elif COMPUTE_CAPABILITY in report.capabilities or (jax_gpus and all(map(_has_fp8_by_xla, report.capabilities))):
+        return []
+    elif jax_gpus:
+        missing = f"no GPU that multiplies FP8: JAX sees {kinds}"
+        remedy = "use recipe=None, or a GPU of compute capability 8.9 or later"
     elif not plugins:
         missing = "the machine has an NVIDIA GPU, but JAX has no CUDA plugin"
         remedy = 'pip install "jax[cuda13]"'
@@ -322,7 +388,8 @@ def _same_release(first: str | None, second: str | None) -> bool:
 def _extension_advice(report: Report) -> list[Advice]:
     advice = []
     for extension in report.extensions:
-        if extension.loaded or (extension.platform == "cuda" and not report.has_gpu):
+        others = report.capabilities and COMPUTE_CAPABILITY not in report.capabilities
+        if extension.loaded or (extension.platform == "cuda" and (others or not report.has_gpu)):
             continue
         # What is installed beside a checkout that Python imports would stay hidden.
         editable = "--editable " if "--editable" in (extension.problem or "") else ""
@@ -384,6 +451,13 @@ def _devices_text(report: Report) -> str:
     return aligned(headings, rows)
 
 
+def _implementations_text(report: Report) -> str:
+    if not report.implementations:
+        return "  not known"
+    headings = ("operations", "recipes", "implementation")
+    return aligned(headings, [dataclasses.astuple(row) for row in report.implementations])
+
+
 def _extensions_text(report: Report) -> str:
     lines = [f"  FFI API of the installed jaxlib: {_api(report.jaxlib_ffi_api)}"]
     for extension in report.extensions:
@@ -436,7 +510,10 @@ def _train_text(report: Report) -> str:
 def _verdict(report: Report) -> str:
     """One line that says whether te_jax works here, and what to type next."""
     if report.gpu_path_usable:
-        works, trial = "te_jax works on this machine's GPU.", "te-jax train --recipe block --compare"
+        works, recipe = "te_jax works on this machine's GPU.", "block"
+        if COMPUTE_CAPABILITY not in report.capabilities:
+            works, recipe = "te_jax works on this machine's GPU, by XLA.", "current"
+        trial = f"te-jax train --recipe {recipe} --compare"
     elif any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):
         gpu = "not on its GPU" if report.has_gpu else "it has no NVIDIA GPU"
         works, trial = f"te_jax works on this machine's CPU; {gpu}.", "te-jax train"

@@ -20,13 +20,13 @@ With `config.experts`, every MLP is a mixture of experts (`te_jax.layers.moe`).
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from te_jax import ops
+from te_jax import native, ops
 from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.stack import apply_layers
@@ -54,7 +54,7 @@ __all__ = [
 
 _PROJECTIONS = (*ATTENTION, *MLP)
 
-Implementation = Literal["native", "reference"]
+Implementation = native.Implementation
 ScalingState = list[dict[str, DelayedScalingState]]
 
 
@@ -213,7 +213,7 @@ def apply(
         `DecoderConfig.max_segments_per_seq`. Rotary positions need no restart.
       parallel: inside `shard_map`, how the decoder is split over devices. `params` are then this device's parts, as
         `te_jax.models.param_specs` says, and `tokens` whole sequences, the same on all devices along its axis.
-      implementation: passed to `te_jax.ops.dense` and `te_jax.parallel`: None, "native" or "reference".
+      implementation: passed to `te_jax.ops.dense` and `te_jax.parallel`.
 
     Returns:
       Logits [batch, time, vocab_size] in `config.dtype`; with `parallel` this device's part of the vocabulary.
@@ -260,7 +260,7 @@ def loss(
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
       segment_ids: of packed sequences: see `apply`. `targets` behind the last token of a segment are -100.
       parallel: inside `shard_map`, how the decoder is split over devices: see `apply`. `targets` are like `tokens`.
-      implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and the loss: None, "native" or "reference".
+      implementation: passed to `te_jax.ops.dense`, `te_jax.parallel` and the loss.
 
     Returns:
       float32 scalar; with `parallel` the same on all devices.

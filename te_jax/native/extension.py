@@ -22,7 +22,7 @@ import jax.export
 from te_jax._version import __version__
 from te_jax.native import cuda_libraries
 
-Implementation = Literal["native", "reference"]
+Implementation = Literal["native", "xla", "reference"]
 
 _MODULES = {"cpu": "te_jax._te_cpu", "cuda": "te_jax._te_cuda"}
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -34,7 +34,7 @@ _REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in i
 
 
 class NativeUnavailableError(RuntimeError):
-    """implementation="native" cannot run here; the message says why and what to do."""
+    """An implementation cannot run here, or none multiplies as a recipe says; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,24 +178,41 @@ def _is_cuda(device: Any) -> bool:
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
 
 
+def _gpus() -> tuple[tuple[str, str], ...]:
+    """(kind, compute capability) of the default backend's CUDA GPUs."""
+    return tuple((gpu.device_kind, str(gpu.compute_capability)) for gpu in jax.local_devices() if _is_cuda(gpu))
+
+
+def gpu_mixture() -> str | None:
+    """Why no choice of kernels suits all GPUs here, if they have several compute capabilities."""
+    gpus = {f"{kind} ({capability})": capability for kind, capability in _gpus()}
+    if len(set(gpus.values())) < 2:
+        return None
+    return (
+        f"JAX sees GPUs of several compute capabilities, {' and '.join(gpus)}, and te_jax chooses kernels for one: set "
+        "CUDA_VISIBLE_DEVICES to GPUs of one capability"
+    )
+
+
 @functools.cache
 def _problem_on_default_backend() -> tuple[str | None, bool]:
     """(why native kernels cannot run on the default backend or None, whether that deserves a warning)."""
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
+    if not (gpus := _gpus()):
+        platform = jax.default_backend()
+        if platform != "cpu":
+            return f"te_jax has no native kernels for {platform!r} devices; use implementation='reference'", False
         problem = _load("cpu")[1].problem
         return problem, problem is not None
-    if not _is_cuda(device):
-        return f"te_jax has no native kernels for {device.platform!r} devices; use implementation='reference'", False
+    if mixture := gpu_mixture():
+        return mixture, True
     module, state = _load("cuda")
     if module is None:
         return state.problem, True
-    capability = str(device.compute_capability)
-    architectures = state.build["cuda architectures"]
+    (kind, capability), architectures = gpus[0], state.build["cuda architectures"]
     if not _supports(architectures, capability):
         problem = (
-            f"te_jax._te_cuda holds code for CUDA architectures {architectures}, and {device.device_kind} has compute "
-            f"capability {capability}; its kernels are for 9.0 alone (H100, H200): use implementation='reference'"
+            f"te_jax._te_cuda holds code for CUDA architectures {architectures}, and {kind} has compute capability "
+            f"{capability}; its kernels are for 9.0 alone (H100, H200): use implementation='reference'"
         )
         return problem, True
     return None, False
@@ -221,26 +238,31 @@ def has_gpu() -> bool:
 
 @functools.cache
 def compute_capability() -> tuple[int, int] | None:
-    """CUDA compute capability of the default backend's devices, None without CUDA GPUs. Starts the backend."""
-    device = jax.local_devices()[0]
-    if not _is_cuda(device):
-        return None
-    major, minor = str(device.compute_capability).split(".")
-    return int(major), int(minor)
+    """CUDA compute capability of the default backend's devices, the lowest of several; None without CUDA GPUs. Starts
+    the backend."""
+    capabilities = [tuple(int(part) for part in capability.split(".")) for _, capability in _gpus()]
+    return min(((major, minor) for major, minor in capabilities), default=None)
+
+
+def device_name() -> str:
+    """The default backend's devices for a sentence, such as "NVIDIA L40S (compute capability 8.9)"."""
+    names = dict.fromkeys(f"{kind} (compute capability {capability})" for kind, capability in _gpus())
+    return " and ".join(names) or f"this {jax.default_backend()}"
 
 
 def validate_implementation(implementation: Any) -> None:
-    """Raises ValueError unless it is None, "native" or "reference"."""
-    if implementation not in (None, "native", "reference"):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'native' or 'reference'")
+    """Raises ValueError unless it is None, "native", "xla" or "reference"."""
+    if implementation not in (None, "native", "xla", "reference"):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'native', 'xla' or 'reference'")
 
 
 def use_native(implementation: Implementation | None, problem: str | None = None) -> bool:
-    """Whether to run the native kernel rather than the reference.
+    """Whether to run the native kernel rather than the reference, which XLA compiles.
 
     Args:
       implementation: None uses the native kernel where there is one, else the reference, with one warning for each
-        distinct problem in a process; "native" and "reference" never fall back.
+        distinct problem in a process; "native", "xla" and "reference" never fall back. FP8 products tell the last two
+        apart: see `te_jax.ops.gemm`.
       problem: why there is no native kernel for these operands, and the way out; None if there is one.
 
     Raises:
@@ -248,7 +270,7 @@ def use_native(implementation: Implementation | None, problem: str | None = None
       NativeUnavailableError: for "native" where it cannot run.
     """
     validate_implementation(implementation)
-    if implementation == "reference":
+    if implementation in ("xla", "reference"):
         return False
     of_backend, surprising = _problem_on_default_backend()
     problem, surprising = (of_backend, surprising) if of_backend else (problem, True)

@@ -107,7 +107,7 @@ def attention(
       return_lse: also return the log-sum-exp of the scores, with the sinks. Its gradient is right, but costs time.
       max_score_bytes: limit of XLA's float32 scores of one device on CUDA; ignored with implementation="reference".
       implementation: "native" is cuDNN, "reference" XLA with all derivatives, not only first ones in reverse mode;
-        neither falls back. None chooses.
+        neither falls back. None chooses, and so does "xla": XLA calls cuDNN too.
 
     Returns:
       [B, T, N, H] in the dtype of query; with return_lse also float32 [B, T, N].

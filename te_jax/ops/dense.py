@@ -101,8 +101,8 @@ def dense(
         iterations share one, its newest amax is the sum of theirs. In a tuple, the first state gives the scale of x.
       state_axis: for DelayedScaling inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which
         scaling_state is the same. Take its gradient inside. Elsewhere leave it None. It sums no result.
-      implementation: None takes the native kernels where they are installed, else the reference; "native" or
-        "reference" never fall back.
+      implementation: "native"; "xla", whose compiler multiplies FP8 with one scale for each tensor on GPUs from compute
+        capability 8.9 on; or "reference", in float32. None takes the first that is there, on a GPU never the last.
 
     Returns:
       [*batch, *out] in the dtype of x, or a tuple of them if kernel is one. Gradients have the dtypes of their
@@ -113,7 +113,7 @@ def dense(
       ValueError: for arguments that break a rule above, or if you differentiate the kernel but not scaling_state.
       NotImplementedError: for second derivatives with a recipe or a wgrad_accumulator, and for derivatives with respect
         only to a QuantizedArray without straight_through.
-      te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
+      te_jax.native.NativeUnavailableError: implementation cannot run here, or this GPU cannot multiply as recipe says.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax

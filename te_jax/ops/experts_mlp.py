@@ -100,7 +100,7 @@ def experts_mlp(
     for i, (operand, one, accumulator) in enumerate(zip((rows, rows, hidden), kernels, accumulators, strict=True)):
         named = (f"kernel[{i}]", one), ("bias", None), (f"wgrad_accumulator[{i}]", accumulator)
         validate_kernel(operand, group_sizes, recipe, kernel_contracting, *named)
-    which = implementation_for(implementation, recipe, problem_of(recipe, rows, kernels))
+    which = implementation_for(implementation, recipe, problem_of(recipe, rows, kernels), by_xla=False)
     static: Any = {
         "name": NAME,
         "recipe": recipe,

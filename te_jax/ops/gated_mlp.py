@@ -83,7 +83,7 @@ def gated_mlp(
     Raises:
       ValueError: for arguments that break a rule above, naming the argument.
       NotImplementedError: for second derivatives with a recipe.
-      te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
+      te_jax.native.NativeUnavailableError: implementation cannot run here, or this GPU cannot multiply as recipe says.
 
     References:
       Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.

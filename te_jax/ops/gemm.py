@@ -21,16 +21,17 @@ from te_jax.ops.gemm_product import (
     algorithm_for,
     allowed_dtype,
     factors_kept_whole,
-    reference_gemm,
+    gemm_by_xla,
     sharded_gemm,
 )
 from te_jax.ops.gemm_product import Scaling as ProductScaling
+from te_jax.ops.implementations import operands_implementation, unsupported
 from te_jax.ops.operands import as_array, validate_copy
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling
 from te_jax.reference.gemm import GemmResult
 
-__all__ = ["Algorithm", "GemmResult", "gemm", "gemm_sum", "unsupported"]
+__all__ = ["Algorithm", "GemmResult", "gemm", "gemm_sum"]
 
 Contracting = Literal["cols", "rows"]
 Operand = QuantizedArray | jax.typing.ArrayLike
@@ -127,7 +128,9 @@ def gemm(
         times both and cuBLASLt's other candidates, once in a process for each kind of product; with TE_JAX_AUTOTUNE=0
         in the environment it is "cublaslt". Block scaling always uses "te_jax", plain arrays always cuBLASLt. The
         package's kernel also computes what "cublaslt" cannot: FP8 under vmap, row scaling with a float32 bias.
-      implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back.
+      implementation: "native"; "xla", whose compiler calls cuBLASLt for FP8 with tensor scaling on GPUs from compute
+        capability 8.9 on; or "reference". None takes the first that is there, and on a GPU never the reference of FP8,
+        which multiplies in float32.
 
     Returns:
       D [*M, *N], or GemmResult(D, preactivation). Inside `shard_map`, apply psum to D if the contraction is split.
@@ -135,7 +138,7 @@ def gemm(
     Raises:
       ValueError: a shape, dtype, scaling or combination breaks a rule above; the message names the argument.
       NotImplementedError: a gradient comes through the native kernel.
-      te_jax.native.NativeUnavailableError: implementation="native" cannot run here.
+      te_jax.native.NativeUnavailableError: the implementation cannot run here, or this GPU cannot multiply such FP8.
 
     Example:
       >>> import jax.numpy as jnp
@@ -159,10 +162,10 @@ def gemm(
     dtype = as_dtype("out_dtype is", out_dtype, FLOATS, f"{FLOAT_NAMES}; for FP8, quantize the result")
     _validate_algorithm(algorithm, a.scaling)
 
-    problem = unsupported(a.scaling, algorithm)
-    problem = problem and f"{problem}; use implementation='reference', or do not quantize"
-    # Nothing to multiply is nothing for a kernel.
-    use_native = native.use_native(implementation, problem) and 0 not in (*a.outer, *a.summed, *b.outer)
+    chosen = operands_implementation(implementation, a.scaling, unsupported(a.scaling, algorithm))
+    if 0 in (*a.outer, *a.summed, *b.outer):
+        chosen = "reference"  # nothing to multiply is nothing for a kernel
+    use_native = chosen == "native"
     fp8, scaling = a.scaling is not None, _OF_PRODUCT[a.scaling]
     product_dtype = np.dtype(np.float32)
     if use_native:
@@ -177,7 +180,7 @@ def gemm(
         scaling=scaling,
         dtype=dtype,
         product_dtype=product_dtype,
-        native=use_native,
+        implementation=chosen,
         bias=bias is not None,
         activation=activation,
         save_preactivation=as_flag("save_preactivation", save_preactivation),
@@ -212,7 +215,7 @@ def gemm_sum(
     each sums over dimensions of its own.
     """
     copies = [_copies(lhs, rhs, "cols", rhs_contracting, None) for lhs, rhs in pairs]
-    use_native = native.use_native(implementation, unsupported("block_1x128"))
+    chosen = operands_implementation(implementation, "block_1x128", unsupported("block_1x128"))
     for a, b in copies:
         _validate_operands(a, b)
     specs = tuple(
@@ -225,7 +228,7 @@ def gemm_sum(
             scaling="block",
             dtype=np.dtype(np.float32),
             product_dtype=np.dtype(np.float32),
-            native=use_native,
+            implementation=chosen,
             bias=False,
             activation=None,
             save_preactivation=False,
@@ -248,26 +251,10 @@ def _run_sum(pairs: list[dict[str, Array]], specs: tuple[GemmSpec, ...], dtype: 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
 @functools.partial(jax.jit, static_argnums=1, inline=sharding.INLINE)
 def _run(arrays: dict[str, Array], spec: GemmSpec) -> tuple[Array, ...]:
-    # On Auto meshes XLA itself splits the reference; on Explicit ones it must be told how.
+    # On Auto meshes XLA itself splits its programs; on Explicit ones it must be told how.
     if spec.native or sharding.is_explicit(arrays):
         return sharded_gemm(spec, arrays)
-    return reference_gemm(spec, arrays)
-
-
-def unsupported(scaling: Scaling | None, algorithm: Algorithm = "auto") -> str | None:
-    """Why the default backend's device cannot multiply FP8 with this scaling, if so."""
-    capability = native.compute_capability()
-    if scaling is None or capability is None:
-        return None
-    if scaling == "tensor" and algorithm != "te_jax":
-        needed, what = (8, 9), "FP8 products need"
-    else:
-        needed, what = (9, 0), f"FP8 products with {scaling!r} scaling need"
-    if capability >= needed and (needed == (8, 9) or capability[0] == 9):
-        return None
-    have = f"this GPU has {capability[0]}.{capability[1]}"
-    exact = " exactly" if needed == (9, 0) else " or later"
-    return f"{what} CUDA compute capability {needed[0]}.{needed[1]}{exact}, and {have}"
+    return gemm_by_xla(spec, arrays)
 
 
 def _copies(lhs, rhs, lhs_contracting, rhs_contracting, contracting_ndim) -> tuple[_Copy, _Copy]:

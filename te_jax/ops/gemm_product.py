@@ -58,7 +58,7 @@ class GemmSpec:
       scaling: "none" for plain operands.
       dtype: of the result.
       product_dtype: of the bare product: `dtype` where te_gemm can write it, else float32, which XLA rounds.
-      native: te_gemm multiplies, else the reference.
+      implementation: "native" for te_gemm, "xla" for XLA's product of FP8, else the reference.
       bias: whether one is added.
       activation, save_preactivation, fast_accumulation: see `te_jax.ops.gemm`.
       accumulator: "add" for one that is added, "overwrite" for one whose buffer the result may take.
@@ -74,7 +74,7 @@ class GemmSpec:
     scaling: Scaling
     dtype: np.dtype
     product_dtype: np.dtype
-    native: bool
+    implementation: native.Implementation
     bias: bool
     activation: Literal["gelu"] | None
     save_preactivation: bool
@@ -82,6 +82,10 @@ class GemmSpec:
     fast_accumulation: bool
     algorithm: Algorithm
     whole: tuple[str, ...]
+
+    @property
+    def native(self) -> bool:
+        return self.implementation == "native"
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -178,7 +182,7 @@ def _per_shard(spec: GemmSpec) -> Callable[..., tuple[Array, ...]]:
             (part,) = sharded_gemm(done, arrays)
             return _followed_up(spec, done, (lax.psum(part, k_axes),), arrays)
         if not spec.native:
-            return reference_gemm(spec, arrays)
+            return gemm_by_xla(spec, arrays)
         done = spec.in_one_pass(arrays)
         return _followed_up(spec, done, _te_gemm(done, arrays, in_place=bool(reuse)), arrays)
 
@@ -205,8 +209,10 @@ def _followed_up(
     return _over_batch(spec, arrays, follow)(*results, arrays)
 
 
-def reference_gemm(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """The results of `sharded_gemm`, by the reference on local arrays."""
+def gemm_by_xla(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """The results of `sharded_gemm` on local arrays, by the product of FP8 that XLA has or by the reference."""
+    if spec.implementation == "xla":
+        return _over_batch(spec, arrays, functools.partial(_fp8_dot, spec))(dict(arrays))
 
     def multiply(arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         lhs, rhs = arrays["a"], arrays["b"]
@@ -229,6 +235,33 @@ def reference_gemm(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, 
         return result if isinstance(result, tuple) else (result,)
 
     return _over_batch(spec, arrays, multiply)({name: arrays[name] for name in spec.operands})
+
+
+def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """A product of FP8 with one scale for each operand, in the form that becomes cuBLASLt's or Triton's FP8 product.
+
+    The scales follow the product. Before it, XLA may take operands for floats that it fuses with a float32 product.
+    """
+    a_summed, b_summed = (
+        tuple(range(ndim, ndim + spec.summed_ndim)) for ndim in (spec.a_outer_ndim, spec.b_outer_ndim)
+    )
+    value = lax.dot_general(
+        arrays["a"],
+        arrays["b"],
+        ((a_summed, b_summed), ((), ())),
+        # Of an FP8 product, whether its sums may stay in the tensor cores.
+        precision=lax.Precision.DEFAULT if spec.fast_accumulation else lax.Precision.HIGHEST,
+        # Sums without scales are beyond the range of float16.
+        preferred_element_type=jnp.bfloat16 if spec.dtype == jnp.bfloat16 else jnp.float32,
+    )
+    return epilogue(
+        value.astype(jnp.float32) * arrays["a_scale_inv"] * arrays["b_scale_inv"],
+        bias=arrays.get("bias"),
+        activation=spec.activation,
+        save_preactivation=spec.save_preactivation,
+        dtype=spec.dtype,
+        accumulator=arrays["accumulator"] if spec.accumulator == "add" else None,
+    )
 
 
 def _matrix(data: Array, scale_inv: Array, outer_ndim: int, summed_ndim: int, scaling: CopyScaling) -> QuantizedArray:

@@ -101,8 +101,7 @@ def grouped_dense(
       accumulate: the next value is wgrad_accumulator + dkernel; False: dkernel, in the same buffer.
       scaling_state, state_axis: for DelayedScaling, as in `dense`. A state is one for all experts of a kernel, which
         share its scale.
-      implementation: None takes the native kernels where they are installed, else the reference; "native" or
-        "reference" never fall back. See `grouped_gemm` about GPUs.
+      implementation: as in `dense`, but XLA has no FP8 product of groups. See `grouped_gemm` about GPUs.
 
     Returns:
       [rows, out] in the dtype of x, or a tuple of them where kernel is one. Gradients have the dtypes of their
@@ -112,7 +111,7 @@ def grouped_dense(
       ValueError: an argument breaks a rule above, naming it; or you differentiate the kernel but not scaling_state.
       NotImplementedError: for forward mode, second derivatives, and with respect to a QuantizedArray, but for the
         straight_through of x.
-      te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
+      te_jax.native.NativeUnavailableError: implementation cannot run here, or this GPU cannot multiply as recipe says.
 
     Example:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -155,7 +154,7 @@ def grouped_dense(
     if recipe is None:
         products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
     else:
-        products = implementation_for(implementation, recipe, problem)
+        products = implementation_for(implementation, recipe, problem, by_xla=False)
     layer = GroupedProducts(
         name=NAME,
         recipe=recipe,

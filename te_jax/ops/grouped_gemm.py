@@ -16,6 +16,7 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
 from te_jax.ops._grouped_product import GroupedSpec, group_bounds, grouped_product
 from te_jax.ops.gemm_product import Scaling as ProductScaling
+from te_jax.ops.implementations import operands_implementation
 from te_jax.ops.operands import as_array, validate_copy
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling
@@ -67,7 +68,8 @@ def ragged_dot(
       preferred_element_type: dtype of the result, float32, bfloat16 or float16; None is that of the product.
       group_offset: integer, the group that rhs[0] belongs to, where rhs has the matrices of some of the groups only;
         rows of the others are zero.
-      implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back.
+      implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back, and
+        "xla" is the reference of plain operands.
 
     Returns:
       [rows, n].
@@ -134,8 +136,8 @@ def grouped_gemm(
     every device, or each device's own inside `shard_map`. The native kernel has no derivative: use `ragged_dot`.
 
     On a GPU (compute capability 9.0) the native kernel multiplies FP8, with block scaling of multiples of 4 outer
-    values in lhs, and bfloat16 with k and n multiples of 8; for others implementation=None takes the reference there,
-    a loop over groups that multiplies all rows in each.
+    values in lhs, and bfloat16 with k and n multiples of 8. For other plain operands implementation=None takes the
+    reference there, a loop over groups that multiplies all rows in each; for other FP8 it raises.
 
     Args:
       lhs: [rows, k], a QuantizedArray, or float32, bfloat16 or float16.
@@ -150,7 +152,8 @@ def grouped_gemm(
       accumulator: [groups, k, n] in out_dtype; for lhs_contracting="rows". A donated one is overwritten.
       accumulate: False overwrites the accumulator without reading it.
       group_offset: integer, the group that rhs[0] or accumulator[0] belongs to, where these have some groups only.
-      implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back.
+      implementation: None prefers the native kernel over the reference; "native" and "reference" never fall back, and
+        "xla" is the reference of plain operands.
 
     Returns:
       [rows, n], or [groups, k, n] for lhs_contracting="rows".
@@ -216,7 +219,8 @@ def grouped_gemm(
         raise ValueError(f"accumulator has dtype {accumulator.dtype} and out_dtype is {dtype}; they must be the same")
     reads = as_flag("accumulate", accumulate)
     of_lhs = a.outer if sums or a.scaling is not None else a.summed
-    use_native = grouped_native(implementation, cuda_problem(a.scaling, a.values.dtype, groups, of_lhs, b.outer))
+    problem = cuda_problem(a.scaling, a.values.dtype, groups, of_lhs, b.outer)
+    use_native = operands_implementation(implementation, a.scaling, problem, by_xla=False) == "native"
     spec = GroupedSpec(
         grouped_sums=sums,
         b_summed_first=not sums and a.scaling is None and rhs_contracting == "rows",

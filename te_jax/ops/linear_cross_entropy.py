@@ -129,8 +129,7 @@ def linear_cross_entropy(
       return_lse: return the log-sum-exp too; it has no gradient.
       vocab_axis: inside `shard_map` or `pmap`, the mesh axes that split the vocabulary of kernel and bias, as in
         `softmax_cross_entropy`. Elsewhere leave it None.
-      implementation: None uses the native kernels where there are any, else the reference, which without a recipe
-        has all logits; "native" or "reference" never fall back.
+      implementation: as in `dense`. "xla" and "reference" have all logits without a recipe.
 
     Returns:
       float32 scalar, or [*batch] for reduction="none"; with return_lse a tuple of that and lse, float32 [*batch].
@@ -139,7 +138,7 @@ def linear_cross_entropy(
     Raises:
       ValueError: for arguments that break a rule above, naming the argument.
       NotImplementedError: for forward mode and second derivatives with native kernels.
-      te_jax.native.NativeUnavailableError: "native" cannot run here, or this GPU cannot multiply as the recipe says.
+      te_jax.native.NativeUnavailableError: implementation cannot run here, or this GPU cannot multiply as recipe says.
 
     References:
       Gradients per chunk in the forward pass: Liger Kernel, arXiv:2410.10989. Cut cross-entropy: arXiv:2411.09009.

@@ -90,8 +90,9 @@ def rms_norm(
         `recipe.quantization("activation")`: one kernel writes it in FP8, and `te_jax.ops.dense` takes it as x. Values
         and gradients are those of `dense` on the plain y, up to the rounding of y.
       copies: with quantization, which copies: "both", "data" (as it is) or "transposed".
-      implementation: None uses the native kernels where there are some, else the reference; "native" or "reference"
-        never fall back. XLA always computes a result in the dtype of x; native kernels compute its gradient.
+      implementation: None uses the native kernels where there are some, else the reference, which XLA compiles and
+        which "xla" names too; "native" or "reference" never fall back. XLA always computes a result in the dtype of x;
+        native kernels compute its gradient.
 
     Returns:
       An array like x, or a `QuantizedArray` with straight_through; with residual a tuple of it and s, the new residual.

@@ -102,8 +102,8 @@ def quantize(
       with_dbias: also returns the sum of x over its rows, from the same pass.
       straight_through: lets gradients pass through the QuantizedArray: `te_jax.ops.dense` takes it as x, and returns
         the gradient of x. Values and gradients are those of `dense` on the plain x.
-      implementation: None uses the native kernel where there is one, else the reference; "native" or "reference" never
-        fall back.
+      implementation: None uses the native kernel where there is one, else the reference, which XLA compiles and which
+        "xla" names too; "native" or "reference" never fall back.
 
     Returns:
       `QuantizedArray`; with with_amax or with_dbias a tuple of it, amax (float32 scalar; NaN if any value is, else

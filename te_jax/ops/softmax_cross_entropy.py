@@ -57,8 +57,8 @@ def softmax_cross_entropy(
         order. Labels then count over the whole vocabulary, and the loss is the same on every shard. Under `jit` on
         Auto or Explicit meshes leave it None. Under `pmap` and with check_vma=False, gradients taken inside are those
         of the sum of all shards' losses, as with JAX's own `psum`.
-      implementation: None uses the native kernel where there is one, else the reference; "native" or "reference" never
-        fall back.
+      implementation: None uses the native kernel where there is one, else the reference, which XLA compiles and which
+        "xla" names too; "native" or "reference" never fall back.
 
     Returns:
       float32 scalar, or [*batch] for reduction="none". The gradient has the dtype of the logits.

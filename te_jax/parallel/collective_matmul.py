@@ -122,8 +122,7 @@ def all_gather_matmul(
       residual: the part of x that is kept for dkernel: the "gathered" operand, or this device's "shard" of it, which is
         D times smaller and gathered again in the backward pass.
       out_dtype: of y: float32, bfloat16 or float16; None is the dtype of x.
-      implementation: None takes native kernels for FP8 where there are some, else the reference; "native" or
-        "reference" never fall back.
+      implementation: of FP8, as in `te_jax.ops.dense`; "p2p" needs "native".
 
     Returns:
       y [*lead, S, *mid, *N], or a tuple of them if kernel is one.

@@ -10,6 +10,7 @@ import types
 
 import jax
 import pytest
+from gpus import documented
 
 from te_jax import native
 from te_jax._core import host
@@ -40,6 +41,7 @@ def report(**changes):
         "backend": "gpu",
         "cuda_backend_error": None,
         "devices": (gpu(0, "9.0"),),
+        "implementations": (doctor.Chosen("dense, gemm", "block", "native"), doctor.Chosen("norms", "", "native")),
         "extensions": (extension("cpu"), extension("cuda")),
         "cuda_libraries": {"cuBLAS": "13.1.1", "cuDNN": "9.19.1"},
         "jaxlib_ffi_api": (0, 3),
@@ -76,7 +78,6 @@ def test_a_complete_machine_is_usable_and_needs_no_advice():
     assert report().gpu_path_usable
     assert doctor.advise(report()) == ()
     assert "te_jax works on this machine's GPU." in doctor.as_text(report())
-    assert report(devices=(gpu(0, "8.0"), gpu(1, "9.0"))).gpu_path_usable
 
 
 def test_the_text_has_every_fact():
@@ -102,6 +103,12 @@ def test_the_text_has_every_fact():
         "  id  platform  kind         compute capability  memory for JAX, GiB  memory kinds",
         "  --  --------  -----------  ------------------  -------------------  -------------------",
         "   0  gpu       NVIDIA H200                 9.0                104.6  device, pinned_host",
+        "",
+        "Implementations of operations",
+        "  operations   recipes  implementation",
+        "  -----------  -------  --------------",
+        "  dense, gemm  block    native",
+        "  norms                 native",
         "",
         "Native extensions",
         "  FFI API of the installed jaxlib: 0.3",
@@ -220,11 +227,51 @@ def test_a_plugin_that_starts_no_gpu_is_reported_with_jax_own_reason():
     assert "nvidia-smi" in advice.remedy
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
-def test_other_compute_capabilities_are_not_usable(capability):
-    other = report(devices=(gpu(0, capability, kind="NVIDIA Other"),))
-    assert not other.gpu_path_usable
-    assert f"NVIDIA Other ({capability})" in doctor.advise(other)[0].missing
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
+def test_other_compute_capabilities(capability):
+    """XLA multiplies FP8 from 8.9 on; the extension would not help."""
+    absent = extension("cuda", "te_jax was installed without te_jax._te_cuda")
+    other = report(devices=(gpu(0, capability, kind="NVIDIA Other"),), extensions=(extension("cpu"), absent))
+    if capability in ("8.0", "8.6"):
+        assert not other.gpu_path_usable
+        (advice,) = doctor.advise(other)
+        assert advice.missing == f"no GPU that multiplies FP8: JAX sees NVIDIA Other ({capability})"
+        assert "recipe=None" in advice.remedy
+        return
+    assert other.gpu_path_usable
+    assert not doctor.advise(other)
+    last = doctor.as_text(other).splitlines()[-1]
+    assert last == "te_jax works on this machine's GPU, by XLA. Next: te-jax train --recipe current --compare"
+
+
+def test_gpus_of_several_capabilities_are_not_usable():
+    several = report(devices=(gpu(0, "9.0"), gpu(1, "8.9", kind="NVIDIA L40S")))
+    assert not several.gpu_path_usable
+    (advice,) = doctor.advise(several)
+    assert "NVIDIA H200 (9.0), NVIDIA L40S (8.9)" in advice.missing
+    assert advice.remedy == "set CUDA_VISIBLE_DEVICES to GPUs of one capability"
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_implementations_are_those_of_the_table_in_the_docs(capability, report_gpus):
+    report_gpus(capability)
+    found = {
+        (row.operations, recipe): row.implementation
+        for row in doctor.implementations()
+        for recipe in row.recipes.split(", ")
+    }
+    assert found == {
+        (operations.replace("`", ""), recipe): cells[capability] for (operations, recipe), cells in documented().items()
+    }
+
+
+def test_implementations_on_a_cpu(native_kernels, monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("about CPUs")
+    assert {row.implementation for row in doctor.implementations()} == {"native", "reference"}
+    monkeypatch.setattr(native, "use_native", lambda *_: False)
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert {row.implementation for row in doctor.implementations()} == {"reference"}
 
 
 def test_a_missing_extension_is_not_usable_and_is_told_what_builds_it():
@@ -406,6 +453,7 @@ def test_help_documents_the_exit_status():
     doctor.add_arguments(parser)
     text = parser.format_help()
     assert "Exit status: 0 when the GPU path is usable" in text
+    assert "at 8.9, 10.0 and 12.0 by XLA" in " ".join(text.split())
     assert "1 otherwise" in text
 
 

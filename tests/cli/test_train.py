@@ -207,7 +207,7 @@ def test_xla_is_told_to_be_deterministic(deterministic, platform, expected, monk
     monkeypatch.setattr(jax, "jit", lambda function, compiler_options, **_: told.append(compiler_options))
     monkeypatch.setattr(_placement.Placement, "devices", [types.SimpleNamespace(platform=platform)])
     build_learner(plan, *plan.models)
-    assert told == [expected] * 4
+    assert told == [expected] * 6
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])
@@ -710,7 +710,7 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
     monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("there is no extension", False))
     error = refused([*SMALL, "--recipe", "block", "--out", str(out)], capsys)
     assert "--recipe block cannot run here" in error
-    assert "there is no extension. recipe=None multiplies by XLA" in error
+    assert "there is no extension. XLA multiplies FP8 with 'tensor' scaling only" in error
     assert not out.exists()
 
 

@@ -1041,6 +1041,17 @@ def with_kernels_quantized(one, recipe, amax_axis=None):
     return dataclasses.replace(one, name=name, call=call, policy=None, without=without)
 
 
+def by_xla(one, **fields):
+    """A layer that XLA multiplies in FP8, unless another implementation is named."""
+
+    def call(implementation=None, **operands):
+        return one.call(**operands, implementation=implementation or "xla")
+
+    # No kernels run again under remat.
+    given = {"variant": True, "left_to_xla": True, "policy": None, "agreement": 5e-3, **fields}
+    return dataclasses.replace(one, name=f"{one.name}, by XLA", call=call, **given)
+
+
 def _drawn_again(rng, x):
     return normal(rng, IN, OUT, scale=IN**-0.5) if isinstance(x, jax.Array) else x
 
@@ -1410,6 +1421,9 @@ OPERATIONS = [
         name="einsum, current",
         call=functools.partial(ops.einsum, "bti,io->bto", recipe=CURRENT),
     ),
+    by_xla(dense("current", CURRENT, ("data parallel", *TENSOR), bias=True), agreement=2e-2),
+    by_xla(dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR)),
+    by_xla(gated_mlp("current", CURRENT, accumulator=True)),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
     dense_of_several("none", None, TENSOR, variant=True),

@@ -85,5 +85,5 @@ def test_what_is_no_array(operation, rng):
 @every
 def test_implementations(operation, rng):
     operands = operation.draw(rng)
-    message = r"^implementation is 'fast'; it must be None, 'native' or 'reference'"
+    message = r"^implementation is 'fast'; it must be None, 'native', 'xla' or 'reference'"
     _refused(operation, operands, message, implementation="fast")

@@ -34,7 +34,7 @@ MODULES = {
 }
 REFUSED = {
     "recipe": ("block", "recipe is 'block'; it must be a Recipe, such as"),
-    "implementation": ("fast", "implementation is 'fast'; it must be None, 'native' or 'reference'"),
+    "implementation": ("fast", "implementation is 'fast'; it must be None, 'native', 'xla' or 'reference'"),
 }
 
 

@@ -97,7 +97,7 @@ def test_use_native(native_kernels):
     assert native.use_native(None)
     assert native.use_native("native")
     assert not native.use_native("reference")
-    with pytest.raises(ValueError, match="implementation is 'cuda'; it must be None, 'native' or 'reference'"):
+    with pytest.raises(ValueError, match="implementation is 'cuda'; it must be None, 'native', 'xla' or 'reference'"):
         native.use_native("cuda")
 
 

@@ -2,48 +2,14 @@
 
 import dataclasses
 import functools
-import importlib.util
 import re
 
 import jax
-import numpy as np
-import pytest
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from xla_targets import compiled, mesh, needs_compiler, without_autotuning
 
 from te_jax import native
 
-# What XLA asks a device for, from NVIDIA's data sheet and the CUDA programming guide (compute capability 9.0).
-_TARGET = """
-gpu_device_info {
-  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 151397597184 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_core: 233472 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  device_address_bits: 64
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200"
-"""
-
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs XLA for CUDA: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt",
-)
-
-
-@functools.cache
-def mesh(count=1, axis="device"):
-    """So many GPUs of one host."""
-    devices = topologies.get_topology_desc(platform="cuda", target_config=_TARGET, topology=f"1x1x{count}").devices
-    return Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+__all__ = ["compiled", "copies", "know_handlers", "mesh", "needs_compiler", "without_autotuning"]
 
 
 @functools.cache
@@ -62,17 +28,6 @@ class Copy:
     start: int
     done: int
     gemms: int
-
-
-def compiled(function, *operands, **options):
-    sharding = NamedSharding(mesh(), PartitionSpec())
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
-    return without_autotuning(jax.jit(function, **options).lower(*types))
-
-
-def without_autotuning(lowered):
-    """Compiled; autotuning would need the GPU."""
-    return lowered.compile({"xla_gpu_autotune_level": 0})
 
 
 def copies(program):

@@ -165,7 +165,7 @@ def quantized(rows, cols, scaling="tensor", **options):
             "algorithm is 'cublaslt', and lhs and rhs have block scales, with which only the package's kernel "
             "multiplies: use algorithm='auto' or 'te_jax'",
         ),
-        (X, W, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None, 'native' or 'reference'"),
+        (X, W, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None, 'native', 'xla' or 'reference'"),
     ],
     ids=lambda value: "",
 )
@@ -232,10 +232,14 @@ def test_unsupported_gpu(operands, options, capability, message, monkeypatch, na
         return
     with pytest.raises(native.NativeUnavailableError, match=re.escape(message)):
         ops.gemm(*operands, implementation="native", **options)
-    with pytest.warns(RuntimeWarning, match=re.escape(message)):
-        result = ops.gemm(*operands, out_dtype="float32", **options)
+    found = "reference"  # which no GPU takes by itself
+    if operands[0].scaling == "tensor" and capability >= (8, 9):
+        found = None  # XLA's product
+    else:
+        with pytest.raises(native.NativeUnavailableError, match=f"{re.escape(message)}.*; do not quantize, or"):
+            ops.gemm(*operands, **options)
+    result = ops.gemm(*operands, out_dtype="float32", implementation=found, **options)
     assert_product(result, product(*operands), dtype="float32")
-    ops.gemm(*operands, implementation="reference", **options)
     extension._warn_once.cache_clear()
 
 

@@ -14,12 +14,12 @@ from jax import Array, lax
 
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops.gemm import unsupported
+from te_jax.ops.implementations import fp8_implementation, unsupported
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
 from te_jax.ops.operands import as_array, validate_quantized_array
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, Quantization, Recipe, Role
+from te_jax.recipe import CurrentScaling, DelayedScaling, Quantization, Recipe, Role
 from te_jax.sharding import as_axis_names
 
 Operand = jax.typing.ArrayLike | QuantizedArray
@@ -50,34 +50,38 @@ def split(x: Array | QuantizedArray) -> tuple[Array | None, QuantizedArray | Non
 
 
 def implementation_for(
-    implementation: native.Implementation | None, recipe: Recipe, problem: str | None = None
+    implementation: native.Implementation | None, recipe: Recipe, problem: str | None = None, *, by_xla: bool = True
 ) -> native.Implementation:
     """The one that quantization and products have in common.
 
     Args:
       implementation, recipe: of the layer.
-      problem: why this GPU cannot multiply operands of such shapes, if so.
+      problem: why this GPU cannot multiply operands of such shapes by native kernels, if so.
+      by_xla: whether XLA has a product for this layer.
 
     Raises:
-      NativeUnavailableError: a GPU would multiply in float32 by the reference, more slowly than without a recipe.
+      NativeUnavailableError: it cannot run here, or, without a name, a GPU would multiply in float32 by the reference,
+        more slowly than without a recipe.
     """
-    if implementation == "reference":
-        return "reference"
-    on_gpu = native.compute_capability() is not None
+    scaling = recipe.scalings["activation"][0]
     try:
-        use_native = native.use_native("native" if on_gpu and implementation is None else implementation)
+        return fp8_implementation(implementation, scaling, problem or unsupported(scaling), by_xla=by_xla)
     except native.NativeUnavailableError as error:
+        ways = ["recipe=None, which XLA multiplies in the dtype of x"]
+        if scaling != "tensor" and _multiplies_by_tensor(by_xla):
+            ways.append(f"recipe={CurrentScaling.__name__}()")
+        ways.append("implementation='reference', which multiplies slowly, in float32")
         raise native.NativeUnavailableError(
-            f"recipe is {recipe!r}, and the kernels for it cannot run here: {error}. recipe=None multiplies by XLA, "
-            "implementation='reference' slowly, in float32"
+            f"recipe is {recipe!r}, and no FP8 product for it runs on {native.device_name()}: {error}. Use "
+            f"{', or '.join(ways)}"
         ) from None
-    if not use_native:
-        return "reference"
-    if problem := problem or unsupported(recipe.scalings["activation"][0]):
-        raise native.NativeUnavailableError(
-            f"recipe is {recipe!r}: {problem}; use recipe=None, or implementation='reference', which is slow"
-        )
-    return "native"
+
+
+def _multiplies_by_tensor(by_xla: bool) -> bool:
+    try:
+        return fp8_implementation(None, "tensor", unsupported("tensor"), by_xla=by_xla) != "reference"
+    except native.NativeUnavailableError:
+        return False
 
 
 def state_axes(state_axis: Any, recipe: Any) -> sharding.Axes:

@@ -1,0 +1,203 @@
+"""Which implementation multiplies FP8 on GPUs of each compute capability: that of the table in docs/installation.md."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpus import documented
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from te_jax import native, ops, parallel
+from te_jax.ops.experts_mlp import experts_mlp
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+RECIPES = {
+    "current": CurrentScaling(), "delayed": DelayedScaling(history_len=2), "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+}  # fmt: skip
+X, KERNEL = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 128), (128, 128)))
+SIZES = np.int32([128])
+
+
+def states(recipe, count):
+    return tuple(recipe.init() for _ in range(count)) if isinstance(recipe, DelayedScaling) else None
+
+
+def state_of(recipe):
+    return recipe.init() if isinstance(recipe, DelayedScaling) else None
+
+
+def quantized(x, recipe, role):
+    return ops.quantize(x, recipe.quantization(role), implementation="reference")
+
+
+def on_mesh(operation, several=1):
+    """A collective product of whole operands."""
+
+    def call(x, kernel, recipe, **options):
+        mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+        given = kernel if several == 1 else (kernel,) * several
+        state = state_of(recipe) if several == 1 else states(recipe, several)
+        local = functools.partial(operation, axis_name="tp", recipe=recipe, scaling_state=state, **options)
+        return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=False)(x, given)
+
+    return call
+
+
+LAYERS = {
+    "dense": lambda x, kernel, recipe, **options: ops.dense(
+        x, kernel, recipe=recipe, scaling_state=state_of(recipe), **options
+    ),
+    "dense, two kernels": lambda x, kernel, recipe, **options: sum(
+        ops.dense(x, (kernel, kernel), recipe=recipe, scaling_state=states(recipe, 2), **options)
+    ),
+    "einsum": lambda x, kernel, recipe, **options: ops.einsum(
+        "td,df->tf", x, kernel, recipe=recipe, scaling_state=state_of(recipe), **options
+    ),
+    "gated_mlp": lambda x, kernel, recipe, **options: ops.gated_mlp(
+        x, (kernel,) * 3, recipe=recipe, scaling_state=states(recipe, 3), **options
+    ),
+    "linear_cross_entropy": lambda x, kernel, recipe, **options: ops.linear_cross_entropy(
+        x, kernel, jnp.zeros(len(x), jnp.int32), recipe=recipe, **options
+    ),
+    "gemm": lambda x, kernel, recipe, **options: ops.gemm(
+        quantized(x, recipe, "activation"), quantized(kernel, recipe, "kernel"), **options
+    ),
+    "all_gather_matmul": on_mesh(functools.partial(parallel.all_gather_matmul, gather_dimension=0)),
+    "matmul_reduce_scatter": on_mesh(functools.partial(parallel.matmul_reduce_scatter, scatter_dimension=0)),
+    "parallel.gated_mlp": on_mesh(functools.partial(parallel.gated_mlp, dimension=0), several=3),
+}
+GROUPED = {
+    "grouped_dense": lambda x, kernel, recipe, **options: ops.grouped_dense(
+        x, kernel[None], SIZES, recipe=recipe, scaling_state=state_of(recipe), **options
+    ),
+    "experts_mlp": lambda x, kernel, recipe, **options: experts_mlp(
+        x,
+        jnp.ones(len(x)),
+        SIZES,
+        None,
+        (kernel[None],) * 3,
+        recipe=recipe,
+        activation=ops.Activation("silu"),
+        wgrad_accumulator=(None,) * 3,
+        accumulate=True,
+        **{"implementation": None} | options,
+    ),
+    "grouped_gemm": lambda x, kernel, recipe, **options: ops.grouped_gemm(
+        quantized(x, recipe, "activation"),
+        jax.vmap(lambda k: quantized(k, recipe, "kernel"))(kernel[None]),
+        SIZES,
+        **options,
+    ),
+}
+NOT_FOR = {("linear_cross_entropy", "delayed"), *(("experts_mlp", name) for name in RECIPES if name != "block")}
+ROWS = [(name, recipe) for name in (*LAYERS, *GROUPED) for recipe in RECIPES if (name, recipe) not in NOT_FOR]
+WITHOUT_GRADIENT = ("gemm", "grouped_gemm")
+
+
+def multipliers(name, recipe, **options):
+    """What multiplies in a layer and its gradients: of bfloat16 operands, float32 products are the reference's."""
+    layer = (LAYERS | GROUPED)[name]
+
+    def loss(x, kernel):
+        return jnp.sum(layer(x, kernel, RECIPES[recipe], **options).astype(jnp.float32))
+
+    traced = loss if name in WITHOUT_GRADIENT else jax.grad(loss, argnums=0 if recipe == "delayed" else (0, 1))
+    found = set()
+    for equation in equations(jax.make_jaxpr(traced)(X, KERNEL).jaxpr):
+        if re.match("te_(grouped_)?gemm", str(equation.params.get("target_name"))):
+            found.add("native")
+        elif equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            types = {operand.aval.dtype.name for operand in equation.invars}
+            if any(dtype.startswith("float8") for dtype in types):
+                found.add("xla")
+            elif types == {"float32"}:
+                found.add("reference")
+    return found
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("name", "recipe"), ROWS, ids=[f"{name}-{recipe}" for name, recipe in ROWS])
+def test_what_multiplies(name, recipe, capability, report_gpus):
+    report_gpus(capability)
+    table = {(operations.split("`")[1], of): cells for (operations, of), cells in documented().items()}
+    expected = table["grouped_dense", "any"] if name in GROUPED else table["dense", recipe]
+    if expected[capability] == "refused":
+        with pytest.raises(native.NativeUnavailableError) as refusal:
+            multipliers(name, recipe)
+        message = str(refusal.value)
+        assert f"GPU {capability} has compute capability {capability}" in message
+        assert "implementation='reference'" in message
+        if name not in WITHOUT_GRADIENT:
+            assert message.startswith(f"recipe is {RECIPES[recipe]!r}, and no FP8 product for it runs on GPU")
+            assert "recipe=None" in message
+            other = name in LAYERS and recipe in ("rowwise", "block") and table["dense", "current"][capability] == "xla"
+            assert ("recipe=CurrentScaling()" in message) == other
+        if capability == "8.0":
+            assert multipliers(name, recipe, implementation="reference") == {"reference"}
+    else:
+        assert multipliers(name, recipe) == {expected[capability]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_by_name(recipe, report_gpus):
+    """A named implementation never falls back: neither where it is slower, nor where it is not there."""
+    report_gpus("9.0")
+    assert multipliers("dense", recipe, implementation="native") == {"native"}
+    assert multipliers("dense", recipe, implementation="reference") == {"reference"}
+    if recipe in ("current", "delayed"):
+        assert multipliers("dense", recipe, implementation="xla") == {"xla"}
+    else:
+        with pytest.raises(native.NativeUnavailableError, match="XLA multiplies FP8 with 'tensor' scaling only"):
+            multipliers("dense", recipe, implementation="xla")
+    with pytest.raises(native.NativeUnavailableError, match="XLA has no FP8 product of groups of rows"):
+        multipliers("grouped_dense", recipe, implementation="xla")
+    report_gpus("10.0")
+    with pytest.raises(native.NativeUnavailableError, match=r"its kernels are for 9\.0 alone"):
+        multipliers("dense", recipe, implementation="native")
+
+
+@pytest.mark.parametrize("recipe", [None, CurrentScaling()])
+def test_gpus_of_several_capabilities(recipe, report_gpus):
+    """Kernels are chosen before JAX says on which GPU a program runs."""
+    report_gpus("9.0", "8.9")
+    message = r"several compute capabilities, GPU 9\.0 \(9\.0\) and GPU 8\.9 \(8\.9\).*set CUDA_VISIBLE_DEVICES"
+    x = np.ones((16, 16), np.float32)
+    if recipe is None:
+        with pytest.warns(RuntimeWarning, match=message):
+            assert jax.eval_shape(ops.dense, x, x).shape == (16, 16)
+        with pytest.raises(native.NativeUnavailableError, match=message):
+            jax.eval_shape(functools.partial(ops.rms_norm, implementation="native"), x, x[0])
+        return
+    with pytest.raises(native.NativeUnavailableError, match=message):
+        jax.eval_shape(functools.partial(ops.dense, recipe=recipe), x, x)
+    assert multipliers("grouped_dense", "block", implementation="reference") == {"reference"}
+    assert multipliers("dense", "current", implementation="xla") == {"xla"}
+    report_gpus("9.0", "9.0")
+    assert multipliers("dense", "current") == {"native"}
+
+
+def test_a_hopper_gpu_without_the_extension(report_gpus, monkeypatch):
+    """XLA multiplies, and a warning says what would be faster."""
+    report_gpus("9.0")
+    state = native.extension._load("cpu")[1]
+    without = native.extension.dataclasses.replace(state, loaded=False, problem="te_jax was installed without it")
+    monkeypatch.setattr(native.extension, "_load", lambda platform: (None, without))
+    with pytest.warns(RuntimeWarning, match="te_jax runs no native kernel: te_jax was installed without it"):
+        assert multipliers("dense", "current") == {"xla"}
+    with pytest.raises(native.NativeUnavailableError, match=r"installed without it\. XLA multiplies FP8 with 'tensor'"):
+        multipliers("dense", "block")

@@ -1,0 +1,127 @@
+"""FP8 products by XLA: their values are the reference's, and XLA's compiler makes FP8 products of them for each GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parameters import in_turns
+from xla_targets import compiled, needs_compiler
+
+from te_jax import ops
+from te_jax.hlo import _hlo
+from te_jax.hlo._program import Program
+from te_jax.hlo.collectives import _type_of
+from te_jax.recipe import CurrentScaling, DelayedScaling
+from te_jax.testing import assert_close
+
+CURRENT, DELAYED = CurrentScaling(), DelayedScaling(history_len=2)
+TOKENS, IN, OUT = 384, 256, 512
+CAPABILITIES = ("8.9", "9.0", "10.0", "12.0")
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("dtype", "contracting", "activation"),
+    in_turns(["float32", "bfloat16", "float16"], ["first", "last"], ["gelu", None, "silu"]),
+)
+def test_values_are_those_of_the_reference(dtype, contracting, activation, rng):
+    """Both multiply the same FP8 values. Before their scales sums are beyond float16."""
+    x, dy = (normal(rng, (40, size), dtype, 30.0) for size in (32, 48))
+    kernel = normal(rng, (32, 48)[:: 1 if contracting == "first" else -1], dtype)
+    bias, accumulator = normal(rng, (48,), dtype), normal(rng, kernel.shape, "float32", 5e3)
+
+    def step(implementation):
+        def layer(x, kernel, bias, accumulator):
+            return ops.dense(
+                x, kernel, bias, recipe=CURRENT, wgrad_accumulator=accumulator, kernel_contracting=contracting,
+                activation=activation, implementation=implementation,
+            )  # fmt: skip
+
+        y, vjp = jax.vjp(layer, x, kernel, bias, accumulator)
+        return y, *vjp(dy)
+
+    found, expected = jax.jit(lambda: (step("xla"), step("reference")))()
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        # dtypes of 16 bits round the sum once more, which moves a few values of the gradient to the next code.
+        assert_close(a, b, tolerance=1e-4 if dtype == "float32" else 2e-2)
+
+
+def test_states_of_delayed_scaling_are_those_of_the_reference(rng):
+    x, kernel = normal(rng, (32, 32), "float32"), normal(rng, (32, 48), "float32")
+
+    def twice(implementation):
+        def loss(kernel, state):
+            return ops.dense(x, kernel, recipe=DELAYED, scaling_state=state, implementation=implementation).sum()
+
+        _, state = jax.grad(loss, argnums=(0, 1))(kernel, DELAYED.init())
+        return jax.grad(loss, argnums=(0, 1))(kernel, state)
+
+    found, expected = jax.jit(lambda: (twice("xla"), twice("reference")))()
+    assert_close(found[0], expected[0], dtype="float32", tolerance=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+
+
+def normal(rng, shape, dtype, scale=1.0):
+    return jax.device_put((scale * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
+
+
+# --------------------------------------------------------------------------------------------------- programs for GPUs
+
+
+LAYERS = {
+    "dense": functools.partial(ops.dense, recipe=CURRENT, activation="gelu"),
+    "delayed": lambda x, kernel, state, **options: ops.dense(x, kernel, recipe=DELAYED, scaling_state=state, **options),
+    "einsum": functools.partial(ops.einsum, "td,df->tf", recipe=CURRENT),
+    "gated_mlp": lambda x, kernel, down, **options: ops.gated_mlp(x, (kernel, kernel, down), recipe=CURRENT, **options),
+    "linear_cross_entropy": lambda x, kernel, **options: ops.linear_cross_entropy(
+        x, kernel, jnp.zeros(TOKENS, jnp.int32), recipe=CURRENT, fp8_products=("forward", "dgrad", "wgrad"), **options
+    ),
+}
+MORE = {"delayed": jax.eval_shape(DELAYED.init), "gated_mlp": jax.ShapeDtypeStruct((OUT, IN), jnp.bfloat16)}
+
+
+def products(program):
+    """(target, dtypes of both operands, shape of the result) of every product; "dot" where Triton multiplies."""
+    program = Program(program.as_text())
+    for computation, instructions in program.instructions(("custom-call", "dot")).items():
+        for instruction in instructions.values():
+            target = instruction.opcode
+            if target == "custom-call":
+                target = _hlo.unquoted(instruction.attributes["custom_call_target"])
+            if target != "dot" and not target.startswith("__cublas"):
+                continue
+            types = (_type_of(operand, program.computations[computation]) for operand in instruction.operands[:2])
+            dtypes = [array.dtype for type_ in types for array in _hlo.arrays(type_)]
+            yield target, dtypes, tuple(_hlo.arrays(instruction.type)[0].shape)
+
+
+SHAPES = {"forward": (TOKENS, OUT), "dgrad": (TOKENS, IN), "wgrad": (IN, OUT)}
+
+
+@needs_compiler
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n != "dense" else []) for n in LAYERS])
+def test_programs(capability, name, report_gpus):
+    """cuBLASLt's FP8 product forward and for both gradients, by default where there are no native kernels."""
+    report_gpus(capability)
+    layer = functools.partial(LAYERS[name], implementation="xla" if capability == "9.0" else None)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (SHAPES["dgrad"], SHAPES["wgrad"])]
+    operands += [MORE[name]] if name in MORE else []
+
+    def loss(*operands):
+        return jnp.sum(jnp.square(layer(*operands).astype(jnp.float32)))
+
+    gradients = jax.grad(loss, argnums=tuple(range(len(operands))))
+    for triton in (False, True):  # autotuning chooses between both on the GPU
+        options = {"xla_gpu_enable_triton_gemm": triton}
+        found = list(products(compiled(gradients, *operands, capability=capability, compiler_options=options)))
+        assert found
+        assert all(dtype.startswith("f8") for _, dtypes, _ in found for dtype in dtypes)
+        if not triton:
+            assert {target for target, *_ in found} == {"__cublas$lt$matmul$f8"}
+            assert {shape for *_, shape in found} >= set(SHAPES.values()) - {SHAPES["wgrad"]}
+            assert {shape for *_, shape in found} & {SHAPES["wgrad"], SHAPES["wgrad"][::-1]}
