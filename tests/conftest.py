@@ -74,7 +74,7 @@ _SLOW = {
 # times are not. A run above fails: let tests share programs, mark some as slow, or raise the number.
 _MOST_PROGRAMS = {
     "benchmarks": 10, "cli": 20, "conformance": 1500, "docs": 360, "hlo": 65, "layers": 215, "linear": 125,
-    "models": 285, "modules": 790, "native": 120, "nnx": 100, "offload": 140, "ops": 2080, "optim": 880,
+    "models": 430, "modules": 790, "native": 120, "nnx": 100, "offload": 140, "ops": 2080, "optim": 880,
     "parallel": 360, "sharding": 180, "tests": 230,
 }  # fmt: skip
 _programs = collections.Counter()

@@ -84,7 +84,7 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
 def _config_of(model: dict[str, Any]) -> DecoderConfig:
     """The shape in the header of a run, without what says how it was trained."""
     names = {field.name for field in dataclasses.fields(DecoderConfig)} - {"recipe", "head_recipe", "offload"}
-    given = {name: value for name, value in model.items() if name in names}
+    given: dict[str, Any] = {name: value for name, value in model.items() if name in names}
     if (experts := given.get("experts")) is not None:
         given["experts"] = Experts(**{**experts, "router": Router(**experts["router"])})
     if (scaling := given.get("rope_scaling")) is not None:
@@ -93,7 +93,8 @@ def _config_of(model: dict[str, Any]) -> DecoderConfig:
         given["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
     if isinstance(activation := given.get("activation"), dict):
         given["activation"] = Activation(**activation)
-    return DecoderConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return DecoderConfig(**given)
 
 
 def of_folder(path: Path, dtype: jax.typing.DTypeLike) -> Trained:

@@ -111,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _ends(folder: Path | None) -> tuple[int, ...]:
     """The tokens that end a text, as the folder of a model says."""
-    for name in ("generation_config.json", "config.json") if folder is not None else ():
+    if folder is None:
+        return ()
+    for name in ("generation_config.json", "config.json"):
         try:
             found: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError):

@@ -310,7 +310,8 @@ def _first_state(learner: Learner, options: Options) -> TrainState:
 def _model(learner: Learner, options: Options) -> Any:
     """The parameters of the model that --from names, in float32 if they are trained."""
     assert options.from_ is not None
-    dtype = "float32" if options.lora is None else learner.config.dtype
+    config = learner.config
+    dtype = "float32" if options.lora is None or config is None else config.dtype
     with _plan.reading(options.from_):
         return from_hf(options.from_, param_dtype=dtype, shardings=lambda _: learner.param_shardings)[1]
 

@@ -304,9 +304,10 @@ class DecoderConfig:
             each, inner = self.experts.num_experts, self.mlp_size
             shapes |= {"router_bias": (each,), "gate_bias": (each, inner), "up_bias": (each, inner)}
             shapes["down_bias"] = (each, d)
-        for name in () if self.lora is None else self.lora.names:
-            rows, columns = self.kernel_shapes[name]
-            shapes |= {f"{name}_a": (rows, self.lora.rank), f"{name}_b": (self.lora.rank, columns)}
+        if (lora := self.lora) is not None:
+            for name in lora.names:
+                rows, columns = self.kernel_shapes[name]
+                shapes |= {f"{name}_a": (rows, lora.rank), f"{name}_b": (lora.rank, columns)}
         return shapes
 
     @property

@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@few
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
