@@ -332,8 +332,10 @@ def _models(options: Options, config: DecoderConfig) -> tuple[Model, ...]:
 def _implementation(options: Options, config: DecoderConfig) -> native.Implementation:
     """Which implementation of te_jax's operations runs. Raises UserError where what was asked for cannot run."""
     asked = None if options.implementation == "auto" else options.implementation
+    # That other GPUs have no kernels is no surprise to warn of.
+    other_gpu = native.compute_capability() not in (None, (9, 0))
     with _available(f"--implementation {options.implementation}"):
-        use_native = native.use_native(asked)
+        use_native = native.use_native("xla" if other_gpu and asked is None else asked)
     if options.transport == "p2p":
         if asked == "reference":
             raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
@@ -354,7 +356,6 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
             jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
     if use_native:
         return "native"
-    # Off the GPUs of its kernels te_jax takes what XLA multiplies.
     return asked or ("reference" if native.compute_capability() is None else "xla")
 
 

@@ -15,7 +15,16 @@ from te_jax.cli import _plan
 from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
 from te_jax.cli._text import Tokens
-from te_jax.models import DecoderConfig, Losses, decoder, parallel_apply, parallel_losses, requantize
+from te_jax.models import (
+    DecoderConfig,
+    Losses,
+    decoder,
+    join_adapters,
+    parallel_apply,
+    parallel_losses,
+    requantize,
+    split_adapters,
+)
 from te_jax.parallel import context_order
 from te_jax.recipe import DelayedScaling
 
@@ -41,7 +50,7 @@ class TrainState(NamedTuple):
 
     def whole(self, operands: Any) -> Any:
         """All that the decoder reads."""
-        return operands if self.frozen is None else decoder.join_adapters(operands, self.frozen)
+        return operands if self.frozen is None else join_adapters(operands, self.frozen)
 
 
 class Learner(NamedTuple):
@@ -55,7 +64,6 @@ class Learner(NamedTuple):
       resumed: (what a checkpoint holds, with adapters the model that they belong to, else None) → state.
       begin: parameters of a model → TrainState.
       param_shardings: where the parameters of a model lie, in a tree like theirs.
-      config: of the decoder.
     """
 
     init: Callable[[jax.Array], TrainState]
@@ -65,7 +73,6 @@ class Learner(NamedTuple):
     resumed: Callable[[TrainState, Any], TrainState]
     begin: Callable[[Any], TrainState]
     param_shardings: Any
-    config: DecoderConfig | None = None
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
@@ -184,7 +191,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         scaling = decoder.init_scaling_state(config)
         if config.lora is None:
             return TrainState(params, optimizer.init(params), scaling, kernels_of(params))
-        adapters, _ = decoder.split_adapters(decoder.init(config, jax.random.key(plan.options.seed)))
+        adapters, _ = split_adapters(decoder.init(config, jax.random.key(plan.options.seed)))
         kernels = jax.tree.map(lambda _: None, adapters)
         return TrainState(adapters, optimizer.init(adapters), scaling, kernels, frozen_of(params))
 
@@ -227,7 +234,6 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         resumed=resumed,
         begin=jit(begin, donate_argnums=() if config.lora else 0, out_shardings=shardings),
         param_shardings=placement.of_params(base),
-        config=config,
     )
 
 

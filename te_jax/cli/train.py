@@ -25,7 +25,6 @@ import optax
 import te_jax
 from te_jax._core.terminal import reason_of
 from te_jax.cli import _interruption, _options, _placement, _plan, _processes, _report, _run_folder, _step, _text
-from te_jax.cli._options import Options
 from te_jax.cli._plan import Plan
 from te_jax.cli._run_folder import RunFolder, RunShare, StoredRun
 from te_jax.cli._step import Learner, TrainState
@@ -245,11 +244,11 @@ def _train(
     if folder.latest_step:
         restored = folder.restore({name: each.stored(each.abstract_state()) for name, each in learners.items()})
         states = {
-            name: learner.resumed(restored[name], _model(learner, options) if options.lora else None)
+            name: learner.resumed(restored[name], _model(learner, plan) if options.lora else None)
             for name, learner in learners.items()
         }
     else:
-        states = {name: _first_state(learner, options) for name, learner in learners.items()}
+        states = {name: _first_state(learner, plan) for name, learner in learners.items()}
     done = step = folder.latest_step
     microbatch = options.batch // options.microbatches
     batches = math.ceil(_EVALUATION_WINDOWS / microbatch)
@@ -300,20 +299,20 @@ def _train(
     return step, " · ".join(progress.speed_and_memory()) if step > done else ""
 
 
-def _first_state(learner: Learner, options: Options) -> TrainState:
-    """Of random parameters, or of those of a model that was trained before."""
-    if options.from_ is None:
-        return learner.init(jax.random.key(options.seed))
-    return learner.begin(_model(learner, options))
+def _first_state(learner: Learner, plan: Plan) -> TrainState:
+    """The state before the first step: of random parameters, or of the model that --from names."""
+    if plan.options.from_ is None:
+        return learner.init(jax.random.key(plan.options.seed))
+    return learner.begin(_model(learner, plan))
 
 
-def _model(learner: Learner, options: Options) -> Any:
+def _model(learner: Learner, plan: Plan) -> Any:
     """The parameters of the model that --from names, in float32 if they are trained."""
-    assert options.from_ is not None
-    config = learner.config
-    dtype = "float32" if options.lora is None or config is None else config.dtype
-    with _plan.reading(options.from_):
-        return from_hf(options.from_, param_dtype=dtype, shardings=lambda _: learner.param_shardings)[1]
+    folder = plan.options.from_
+    assert folder is not None
+    dtype = "float32" if plan.options.lora is None else plan.config.dtype
+    with _plan.reading(folder):
+        return from_hf(folder, param_dtype=dtype, shardings=lambda _: learner.param_shardings)[1]
 
 
 def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:

@@ -1,6 +1,7 @@
 """Reference models: what `te-jax train`, the notebooks and the benchmarks share."""
 
 from te_jax.layers.attention import RopeScaling
+from te_jax.models.adapters import join_adapters, merge_adapters, split_adapters
 from te_jax.models.config import PRESETS, DecoderConfig, Experts, Lora
 from te_jax.models.decoder import (
     Losses,
@@ -8,12 +9,9 @@ from te_jax.models.decoder import (
     init,
     init_scaling_state,
     is_head,
-    join_adapters,
     loss,
     losses,
-    merge_adapters,
     requantize,
-    split_adapters,
 )
 from te_jax.models.generation import generate
 from te_jax.models.huggingface import config_from_hf, from_hf, to_hf

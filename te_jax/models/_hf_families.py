@@ -267,7 +267,7 @@ def _windows(fields: Fields, used: bool = True) -> dict[str, Any]:
 
 
 def _describe_window(config: DecoderConfig) -> dict[str, Any]:
-    """Of the first block; `family_of` reads it and sees whether it is that of all."""
+    """The window of the first block; `family_of` finds out whether all have it."""
     return {"sliding_window": config.windows[0]}
 
 

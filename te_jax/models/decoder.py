@@ -44,12 +44,9 @@ __all__ = [
     "apply",
     "init",
     "init_scaling_state",
-    "join_adapters",
     "loss",
     "losses",
-    "merge_adapters",
     "requantize",
-    "split_adapters",
 ]
 
 _PROJECTIONS = (*ATTENTION, *MLP)
@@ -379,15 +376,17 @@ def _run(
     layers = list(zip(params["layers"], states, strict=True))
     balance = None if config.experts is None else Balance(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
     last = {"final_norm": params["final_norm"], "head": head_of(params, config, parallel)}
-    of_window = {window: functools.partial(block, window) for window in config.windows}
+    shared = parallel is not None and parallel.fsdp is not None
+    of_window: dict[int | None, Callable[..., Any]] = {}
+    for window in dict.fromkeys(config.windows):
+        run = functools.partial(block, window)
+        of_window[window] = jax.checkpoint(jax.jit(run)) if shared and config.remat else run
     blocks = [of_window[window] for window in config.windows]
     if parallel is None or parallel.fsdp is None:
         return ending(apply_layers(blocks, layers, (x, balance), remat=config.remat, offload=config.offload), last)
     # The head is gathered beside the last block, and its gradient travels beside the first one of the backward pass.
-    if config.remat:
-        of_window = {window: jax.checkpoint(jax.jit(run)) for window, run in of_window.items()}
     return apply_layers(
-        [*(of_window[window] for window in config.windows), ending],
+        [*blocks, ending],
         [*layers, last],
         (x, balance),
         offload=config.offload,
@@ -423,68 +422,6 @@ def _together(first: Balance | None, second: Balance | None) -> Balance | None:
     if first is None or second is None:
         return None
     return Balance(first.auxiliary + second.auxiliary, jnp.maximum(first.largest_load, second.largest_load))
-
-
-def split_adapters(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The adapters of a decoder with `DecoderConfig.lora`, and all other parameters.
-
-    Training differentiates with respect to the adapters alone, so that no product computes the gradient of a kernel:
-
-        adapters, frozen = te_jax.models.split_adapters(params)
-
-        @jax.grad
-        def gradient(adapters):
-            return te_jax.models.loss(te_jax.models.join_adapters(adapters, frozen), tokens, targets, config)
-
-    Args:
-      params: as of `init`.
-
-    Returns:
-      (adapters, frozen): {"layers": […]} with `query_a`, `query_b` and others of each block, and what is left.
-    """
-
-    def is_adapter(name: str) -> bool:
-        return name.endswith(("_a", "_b"))
-
-    adapters = [{name: x for name, x in layer.items() if is_adapter(name)} for layer in params["layers"]]
-    frozen = [{name: x for name, x in layer.items() if not is_adapter(name)} for layer in params["layers"]]
-    return {"layers": adapters}, params | {"layers": frozen}
-
-
-def join_adapters(adapters: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of which `split_adapters` made two parts."""
-    layers = [of_layer | own for of_layer, own in zip(frozen["layers"], adapters["layers"], strict=True)]
-    return frozen | {"layers": layers}
-
-
-def merge_adapters(config: DecoderConfig, params: dict[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
-    """The decoder without adapters that computes the same: kernel + scale · a · b, in the dtype of the kernel.
-
-    Args:
-      config: the shape, with `lora`.
-      params: as of `init`; no kernel is quantized.
-
-    Returns:
-      (config without lora, parameters).
-
-    Raises:
-      ValueError: `config` has no lora.
-    """
-    DecoderConfig.check(config)
-    if (lora := config.lora) is None:
-        raise ValueError("config.lora is None: there are no adapters to merge")
-    adapters, frozen = split_adapters(params)
-
-    @jax.jit
-    def merged(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        product = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
-        return (kernel.astype(jnp.float32) + lora.scale * product).astype(kernel.dtype)
-
-    layers = [
-        layer | {name: merged(layer[name], own[f"{name}_a"], own[f"{name}_b"]) for name in lora.names}
-        for layer, own in zip(frozen["layers"], adapters["layers"], strict=True)
-    ]
-    return dataclasses.replace(config, lora=None), frozen | {"layers": layers}
 
 
 def is_head(path: tuple[Any, ...], leaf: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from te_jax.models import _hf_families as families
-from te_jax.models import decoder
+from te_jax.models import adapters, decoder
 from te_jax.models._hf_families import Tensor
 from te_jax.models.config import DecoderConfig
 from te_jax.models.safetensors import FolderError, Tensors, parse_json, write
@@ -98,7 +98,7 @@ def from_hf(
     places = None if shardings is None else shardings(config)
     of_adapters = None
     if places is not None and config.lora is not None:
-        of_adapters, places = decoder.split_adapters(places)
+        of_adapters, places = adapters.split_adapters(places)
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor in expected:
         for path in tensor.paths:
@@ -115,10 +115,10 @@ def from_hf(
     if config.lora is None:
         return config, params
 
-    def adapters() -> dict[str, Any]:
-        return decoder.split_adapters(decoder.init(config, jax.random.key(0)))[0]
+    def drawn() -> dict[str, Any]:
+        return adapters.split_adapters(decoder.init(config, jax.random.key(0)))[0]
 
-    return config, decoder.join_adapters(jax.jit(adapters, out_shardings=of_adapters)(), params)
+    return config, adapters.join_adapters(jax.jit(drawn, out_shardings=of_adapters)(), params)
 
 
 def to_hf(
@@ -184,7 +184,8 @@ def to_hf(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _as_in_file(params: tuple[jax.Array, ...], form: str, dtype: np.dtype) -> jax.Array:
-    arrays = [param.astype(dtype) for param in params]
+    # Copies: of an array that JAX forwards, NumPy's view would stay beside it on the host.
+    arrays = [jnp.copy(param).astype(dtype) for param in params]
     if form == "pairs":
         stacked = jnp.stack(arrays, axis=-1)
         return stacked.reshape(*stacked.shape[:-2], -1)
@@ -211,7 +212,7 @@ def _check(folder: Path, tensors: Tensors, expected: Sequence[Tensor], config: D
     names = {name for tensor in expected for name in _names_in_files(tensors, tensor)}
     if missing := [name for name in names if name not in tensors.types]:
         raise FolderError(f"{folder} lacks {_some(missing)}, which config.json asks for")
-    # Of older files, and of a head that is tied.
+    # Older files hold tables of rotary positions, and some a tied head beside the embedding.
     unused = {name for name in tensors.types if name.endswith("rotary_emb.inv_freq")} | {"lm_head.weight"}
     if others := tensors.types.keys() - names - unused:
         raise FolderError(f"{folder} has {_some(others)}, which config.json does not ask for")

@@ -249,7 +249,7 @@ def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         arrays["a"],
         arrays["b"],
         ((a_summed, b_summed), ((), ())),
-        # Of an FP8 product, whether its sums may stay in the tensor cores.
+        # For FP8 it says whether sums may stay in the tensor cores.
         precision=lax.Precision.DEFAULT if spec.fast_accumulation else lax.Precision.HIGHEST,
         # Sums without scales are beyond the range of float16.
         preferred_element_type=jnp.bfloat16 if spec.dtype == jnp.bfloat16 else jnp.float32,

@@ -714,6 +714,27 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("capability", "options", "expected"),
+    [
+        ("8.0", {}, "xla"),
+        ("8.9", {"recipe": "current"}, "xla"),
+        ("12.0", {"recipe": "delayed", "head_recipe": "current"}, "xla"),
+        ("9.0", {"recipe": "block"}, "native"),
+        ("8.9", {"recipe": "current", "implementation": "reference"}, "reference"),
+    ],
+)
+def test_gpus_without_kernels_train_by_xla(capability, options, expected, report_gpus):
+    report_gpus(capability)
+    assert plan_of(**options).implementation == expected
+
+
+def test_experts_that_no_gpu_multiplies_are_refused(report_gpus):
+    report_gpus("8.9")
+    with pytest.raises(UserError, match=r"--recipe current cannot run here: .* XLA has no FP8 product of groups"):
+        plan_of(preset="moe", recipe="current")
+
+
 def test_missing_packages_are_named_as_the_extra_names_them(out, capsys, monkeypatch):
     monkeypatch.setattr("te_jax.cli.main.find_spec", lambda name: None)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -104,7 +104,7 @@ def numpy_logits(params, tokens, config):
 
 
 def numpy_frequencies(config):
-    """Of the pairs of a head, and the length of their turning vectors."""
+    """The frequencies of the pairs of a head, and the length of their turning vectors."""
     plain, scaling = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim), config.rope_scaling
     if scaling is None:
         return plain, 1

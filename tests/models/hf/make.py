@@ -104,7 +104,7 @@ def check_that_all_matters(model: Any, tokens: torch.Tensor, logits: torch.Tenso
 
 
 def check_gap(router: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Of the scores of the last expert that is chosen, and of the first that is not."""
+    """The scores of the last expert that is chosen, and of the first that is not."""
     scores = torch.nn.functional.linear(inputs[0], router.weight, getattr(router, "bias", None)).sort(-1).values
     gaps = scores[..., -2] - scores[..., -3]
     assert gaps.min() > 1e-4, gaps
