@@ -128,7 +128,7 @@ def test_the_options_that_a_run_records_decide_the_same_plan(given, require_devi
     require_devices(2)
     plan = plan_of(**given)
     recorded = plan.recorded_options()
-    assert {name for name, value in recorded.items() if value is None} == {"tokenizer", "warmup_steps"}
+    assert {name for name, value in recorded.items() if value is None} == {"tokenizer", "warmup_steps", "from_", "lora"}
     again = plan_of(**recorded)
     assert again.recorded_options() == recorded
     again = dataclasses.replace(again, options=plan.options)
