@@ -17,11 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from te_jax._core.derivatives import without_gradient
-from te_jax._core.types import BLOCK
+from te_jax._core.types import BLOCK, E8M0, MX_BLOCK
 from te_jax.recipe import Scaling
 from te_jax.sharding import INLINE, blocks
 
-__all__ = ["QuantizedArray", "scale_shape"]
+__all__ = ["QuantizedArray", "block_size", "scale_dtype", "scale_shape"]
 
 _NO_GRADIENT = (
     "the values of a QuantizedArray with straight_through are read by dequantize() and differentiated: its gradient is "
@@ -42,9 +42,10 @@ class QuantizedArray:
 
     Attributes:
       data: FP8 [*rows, *cols], or None. Products sum over its cols.
-      scale_inv: float32, shaped as `scale_shape` says for outer = rows and summed = cols; None without data.
+      scale_inv: float32, or float8_e8m0fnu for "block_1x32" scaling, shaped as `scale_shape` says for outer = rows and
+        summed = cols; None without data.
       transposed: FP8 [*cols, *rows], or None. Products sum over its rows.
-      transposed_scale_inv: float32, for outer = cols and summed = rows; None without transposed.
+      transposed_scale_inv: the same for outer = cols and summed = rows; None without transposed.
       row_ndim, col_ndim: number of dimensions in rows and in cols. Whatever comes before, from vmap or scan, is a
         batch.
       scaling, transposed_scaling: see `te_jax.recipe.Quantization`.
@@ -151,6 +152,7 @@ def scale_shape(scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...
     Returns:
       tensor          ()
       row             [*outer]
+      block_1x32      [*outer, *summed[:-1], ceil(summed[-1] / 32)]
       block_1x128     [*summed[:-1], ceil(summed[-1] / 128), *outer]
       block_128x128   [*outer[:-1], ceil(outer[-1] / 128), *summed[:-1], ceil(summed[-1] / 128)]
     """
@@ -158,9 +160,23 @@ def scale_shape(scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...
         return ()
     if scaling == "row":
         return outer
+    if scaling == "block_1x32":
+        return (*outer, *summed[:-1], -(-summed[-1] // MX_BLOCK))
     if scaling == "block_1x128":
         return (*summed[:-1], -(-summed[-1] // BLOCK), *outer)
     return (*outer[:-1], -(-outer[-1] // BLOCK), *summed[:-1], -(-summed[-1] // BLOCK))
+
+
+def scale_dtype(scaling: Scaling) -> np.dtype:
+    """Dtype of the scales of a copy."""
+    return E8M0 if scaling == "block_1x32" else np.dtype(np.float32)
+
+
+def block_size(scaling: Scaling) -> int:
+    """Of how many values along a dimension the blocks are that share a scale; 1 where none are cut."""
+    if scaling == "block_1x32":
+        return MX_BLOCK
+    return BLOCK if scaling.startswith("block") else 1
 
 
 def _split(shape: tuple[int, ...], outer_ndim: int, summed_ndim: int):
@@ -194,7 +210,7 @@ def _dequantize(data, scale_inv, scaling: Scaling, outer_ndim: int, summed_ndim:
     spread = functools.partial(_spread_scales, scaling=scaling, outer=outer, summed=summed)
     for _ in batch:
         spread = jax.vmap(spread)
-    return (data.astype(jnp.float32) * spread(scale_inv)).astype(dtype)
+    return (data.astype(jnp.float32) * spread(scale_inv.astype(jnp.float32))).astype(dtype)
 
 
 def _spread_scales(scales: Array, *, scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...]) -> Array:
@@ -203,15 +219,16 @@ def _spread_scales(scales: Array, *, scaling: Scaling, outer: tuple[int, ...], s
         return jnp.broadcast_to(scales, (*outer, *summed))
     if scaling == "row":
         return jnp.broadcast_to(scales.reshape(*outer, *(1,) * len(summed)), (*outer, *summed))
+    block = block_size(scaling)
     if scaling == "block_1x128":
         scales = jnp.moveaxis(scales, range(len(summed)), range(len(outer), len(outer) + len(summed)))
-    else:
-        scales = _repeated(scales, len(outer) - 1, outer[-1])
-    return _repeated(scales, scales.ndim - 1, summed[-1])
+    elif scaling == "block_128x128":
+        scales = _repeated(scales, len(outer) - 1, outer[-1], block)
+    return _repeated(scales, scales.ndim - 1, summed[-1], block)
 
 
-def _repeated(scales: Array, axis: int, length: int) -> Array:
+def _repeated(scales: Array, axis: int, length: int, block: int) -> Array:
     """Each scale for all values of its block: as `jnp.repeat`, which does not know what to do on Explicit meshes."""
-    shape = (*scales.shape[: axis + 1], blocks.size_of(length), *scales.shape[axis + 1 :])
+    shape = (*scales.shape[: axis + 1], blocks.size_of(length, block), *scales.shape[axis + 1 :])
     repeated = jnp.broadcast_to(jnp.expand_dims(scales, axis + 1), shape)
     return blocks.merge(repeated, (*scales.shape[:axis], length, *scales.shape[axis + 1 :]), [axis])

@@ -21,12 +21,12 @@ from te_jax._core.arguments import as_dtype, as_flag, is_finite_number, is_whole
 from te_jax._core.types import E4M3, E5M2
 
 __all__ = [
-    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "Product", "Quantization", "Recipe",
-    "Role", "RowwiseScaling", "Scaling", "advance", "merge",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "MXFP8Scaling", "Product",
+    "Quantization", "Recipe", "Role", "RowwiseScaling", "Scaling", "advance", "merge",
 ]  # fmt: skip
 
 Role = Literal["activation", "kernel", "gradient"]
-Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
+Scaling = Literal["tensor", "row", "block_1x32", "block_1x128", "block_128x128"]
 Product = Literal["forward", "dgrad", "wgrad"]
 
 _PRODUCTS = ("forward", "dgrad", "wgrad")
@@ -40,9 +40,10 @@ class Quantization:
       dtype: float8_e4m3fn or float8_e5m2.
       scaling: which values of the copy as it is share a scale. A copy is a matrix, its dimensions grouped into outer
         ones and summed ones: "tensor": all; "row": those of one outer index; "block_1x128": 128 consecutive summed
-        values of one outer index; "block_128x128": a square block.
+        values of one outer index, and "block_1x32" 32 of them, with scales in one byte; "block_128x128": a square
+        block.
       transposed_scaling: the same for the transposed copy.
-      power_of_two_scales: round scales down to powers of two.
+      power_of_two_scales: round scales down to powers of two, as "block_1x32" always does.
     """
 
     dtype: np.dtype
@@ -166,6 +167,40 @@ class BlockScaling(Recipe):
         "kernel": ("block_128x128", "block_128x128"),
         "gradient": ("block_1x128", "block_128x128"),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Scaling(Recipe):
+    """One scale for 32 values along the summed dimension of every copy, a power of two in one byte: MXFP8.
+
+    GPUs multiply it from compute capability 10.0 on (B200, RTX 5090), by XLA. Elsewhere use `BlockScaling`; on a CPU,
+    or with implementation="reference", MXFP8 products are float32 products of the same values.
+
+    Args:
+      forward_dtype: FP8 format of activations and kernels; it must be float8_e4m3fn.
+      gradient_dtype: FP8 format of gradients: float8_e4m3fn (3 bits of mantissa, up to 448) or float8_e5m2 (2 bits, up
+        to 57344).
+      fast_accumulation: has no effect: sums are always added up in float32.
+      power_of_two_scales: True. Scales are rounded down, so that no value saturates.
+
+    Raises:
+      ValueError: a parameter is none of those named above.
+
+    References:
+      OCP Microscaling Formats (MX) Specification 1.0. Mishra et al., Recipes for Pre-training LLMs with MXFP8,
+      arXiv:2506.08027, whose rounding of scales this is.
+    """
+
+    gradient_dtype: jax.typing.DTypeLike = E4M3
+    power_of_two_scales: bool = True
+    scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("block_1x32", "block_1x32"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.power_of_two_scales:
+            raise ValueError(
+                "power_of_two_scales is False; scales of MXFP8 are powers of two: leave it out, or use BlockScaling"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

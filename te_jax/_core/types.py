@@ -11,9 +11,14 @@ FLOAT_NAMES = "float32, bfloat16 or float16"
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 FP8 = (E4M3, E5M2)
 FP8_NAMES = "float8_e4m3fn or float8_e5m2"
+E8M0 = np.dtype(jnp.float8_e8m0fnu)
+"""A power of two from 2^-127 to 2^127, or NaN."""
 
 FP8_ALIGNMENT = 16
 """FP8 GEMMs read 16 bytes at a time: their N and K must be multiples of it."""
 
 BLOCK = 128
 """Values along one side of a block that shares a scale."""
+
+MX_BLOCK = 32
+"""The same for blocks of MXFP8."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_type_hints
 from te_jax._version import __version__
 from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 
 DESCRIPTION = """\
 Trains a small language model on text, on whatever devices JAX finds, and writes a log, checkpoints and the loss
@@ -21,6 +21,7 @@ RECIPES: dict[str, Recipe | None] = {
     "current": CurrentScaling(),
     "rowwise": RowwiseScaling(),
     "delayed": DelayedScaling(),
+    "mxfp8": MXFP8Scaling(),
     "none": None,
 }
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import native, ops
-from te_jax._core.types import BLOCK
 from te_jax.cli import _placement, _text
 from te_jax.cli._options import RECIPES, STATE_DTYPES, Options
 from te_jax.cli._placement import Placement
@@ -21,7 +20,8 @@ from te_jax.cli.errors import UserError
 from te_jax.models import PRESETS, DecoderConfig, FolderError, Lora, TensorParallel, config_from_hf
 from te_jax.models.config import ATTENTION
 from te_jax.offload import LAYER_INPUT, Offload
-from te_jax.recipe import BlockScaling, DelayedScaling
+from te_jax.quantized import block_size
+from te_jax.recipe import DelayedScaling
 
 OFFLOAD_MIN_SIZE = 2**16
 """Bytes: what is smaller stays on the device."""
@@ -273,13 +273,13 @@ def _check_parallel(options: Options, config: DecoderConfig) -> None:
         fitting = ", ".join(name for name, preset in presets.items() if not problem(preset)) or "none"
         raise UserError(f"{named}; presets that {options.tp} fits: {fitting}")
     # Blocks of the weight gradients' operands lie along the time that a device has.
-    blocks = isinstance(config.recipe, BlockScaling)
-    multiple = options.cp * options.tp * (BLOCK if blocks else 1)
+    block = 1 if config.recipe is None else block_size(config.recipe.scalings["activation"][0])
+    multiple = options.cp * options.tp * block
     if options.seq_len % multiple:
         shared = f"--cp {options.cp} --tp {options.tp}" if options.cp > 1 else f"--tp {options.tp}"
+        blocks = f" in blocks of {block}" if block > 1 else ""
         raise UserError(
-            f"--seq-len {options.seq_len} does not divide over {shared}{f' in blocks of {BLOCK}' if blocks else ''}: "
-            f"choose a multiple of {multiple}"
+            f"--seq-len {options.seq_len} does not divide over {shared}{blocks}: choose a multiple of {multiple}"
         )
 
 

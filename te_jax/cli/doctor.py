@@ -267,6 +267,7 @@ def implementations() -> tuple[Chosen, ...]:
         Chosen(_PRODUCTS, "current, delayed", _of_product("tensor")),
         Chosen(_PRODUCTS, "rowwise", _of_product("row")),
         Chosen(_PRODUCTS, "block", _of_product("block_1x128")),
+        Chosen(_PRODUCTS, "mxfp8", _of_product("block_1x32")),
         Chosen(_GROUPED_PRODUCTS, "any", _of_product("block_1x128", by_xla=False)),
         Chosen(_OTHERS, "", others),
         Chosen("attention", "", "cuDNN" if on_gpu else "reference"),
@@ -283,7 +284,7 @@ def _of_product(scaling: Scaling, *, by_xla: bool = True) -> str:
 
 
 def _has_fp8_by_xla(capability: str) -> bool:
-    return tuple(map(int, capability.split("."))) >= XLA_CAPABILITY
+    return tuple(map(int, capability.split("."))) >= XLA_CAPABILITY["tensor"]
 
 
 def _ask(question: Callable[[], _Value], otherwise: _Value) -> _Value:

@@ -15,10 +15,10 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from te_jax import sharding
-from te_jax._core.types import BLOCK, FP8_ALIGNMENT
+from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.parallel.fsdp import quantized_specs
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, block_size
 from te_jax.recipe import Recipe
 from te_jax.sharding import axes_of_entry
 
@@ -206,12 +206,13 @@ class TensorAxis:
         if not isinstance(array, QuantizedArray):
             return spec
         entries = (*spec, *(None,) * (array.ndim - len(spec)))
-        blocked = self.mesh is not None and any("block" in how for how in (array.scaling, array.transposed_scaling))
+        block = max(block_size(array.scaling), block_size(array.transposed_scaling))
+        blocked = self.mesh is not None and block > 1
         # Blocks divide the last dimension of rows and of cols.
         for last in (array.ndim - array.col_ndim - 1, array.ndim - 1):
-            if blocked and entries[last] == self.name and array.shape[last] % (self.size * BLOCK):
+            if blocked and entries[last] == self.name and array.shape[last] % (self.size * block):
                 raise ValueError(
-                    f"{name} has shape {array.shape} and is quantized in blocks of {BLOCK}, of which the {self.size} "
+                    f"{name} has shape {array.shape} and is quantized in blocks of {block}, of which the {self.size} "
                     f"devices along tensor_axis {self.name!r} cannot have whole ones: do not quantize it beforehand"
                 )
         return quantized_specs(array, spec)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import native, ops, sharding
-from te_jax._core.types import BLOCK
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.layers.norm import handover
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.mixture import Balance, mixture
 from te_jax.models.parallel import TensorParallel, kv_heads
 from te_jax.parallel import all_gather_matmul, gated_mlp, matmul_reduce_scatter
+from te_jax.quantized import block_size
 from te_jax.recipe import DelayedScalingState, Quantization
 from te_jax.reference.softmax_cross_entropy import equals
 
@@ -67,7 +67,8 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
     parallel.check(config)
     heads, size = kv_heads(config, parallel.size), parallel.size
     left = () if heads.is_split else ("key", "value")
-    if config.recipe is not None and config.recipe.scalings["kernel"][0].startswith("block"):
+    block = 1 if config.recipe is None else block_size(config.recipe.scalings["kernel"][0])
+    if block > 1:
         split = {
             "query": config.num_heads * config.head_dim,
             "key": config.num_kv_heads * config.head_dim,
@@ -75,7 +76,7 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
             "out": config.num_heads * config.head_dim,
             **({} if config.experts is not None else dict.fromkeys(MLP, config.mlp_size)),
         }
-        left += tuple(name for name, count in split.items() if count // size % BLOCK)
+        left += tuple(name for name, count in split.items() if count // size % block)
     return left
 
 

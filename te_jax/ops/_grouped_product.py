@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from te_jax import native, reference, sharding
 from te_jax._core.integers import as_int32
-from te_jax._core.types import BLOCK, FP8_ALIGNMENT
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT, MX_BLOCK
 from te_jax.ops.gemm_product import Scaling
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
@@ -29,6 +29,7 @@ _COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
     "tensor": ("tensor", "tensor"),
     "row": ("row", "row"),
     "block": ("block_1x128", "block_128x128"),
+    "mx": ("block_1x32", "block_1x32"),
 }
 
 
@@ -172,14 +173,17 @@ def _rule(spec: GroupedSpec) -> tuple[str, dict[str, int]]:
             k, sizes = "(k k_)", {**sizes, "k_": BLOCK}
     elif spec.scaling != "none":
         n, sizes = "(n n_)", {"n_": FP8_ALIGNMENT}
+        if spec.scaling == "mx" and not spec.grouped_sums:
+            k, sizes = "(k k_)", {**sizes, "k_": MX_BLOCK}
     if spec.grouped_sums:
         plain = spec.scaling == "none"
         terms = {"a": "r m" if plain else "m r", "b": f"r {n}" if plain else f"{n} r"}
-        scales = {"row": ("m", n), "block": ("j m", "n j")}.get(spec.scaling, ("", ""))
+        scales = {"row": ("m", n), "block": ("j m", "n j"), "mx": ("m j", f"{n} j")}.get(spec.scaling, ("", ""))
         result = f"... e m {n}"
     else:
         terms = {"a": f"r {k}", "b": f"e {k} {n}" if spec.b_summed_first else f"e {n} {k}"}
-        scales = {"tensor": ("", "e"), "row": ("r", f"e {n}"), "block": ("k r", "e n k")}.get(spec.scaling, ("", ""))
+        of_scaling = {"tensor": ("", "e"), "row": ("r", f"e {n}"), "block": ("k r", "e n k")}
+        scales = (of_scaling | {"mx": ("r k", f"e {n} k")}).get(spec.scaling, ("", ""))
         result = f"... r {n}"
     terms |= {"a_scale_inv": scales[0], "b_scale_inv": scales[1], "bounds": "p i", "bias": f"e {n}"}
     terms["accumulator"] = f"e m {n}"

@@ -61,8 +61,10 @@ def quantize_by_kernels(x: Array, amax: Array | None, request: Request) -> Quant
 
 
 def families_of(quantization: Quantization, copies: Copies) -> frozenset[str]:
-    """The scalings of the copies: "tensor", "row" or "block"."""
-    return frozenset(scaling.partition("_")[0] for scaling in scalings_of(quantization, copies))
+    """The scalings of the copies: "tensor", "row", "block" or, without kernels, "mx"."""
+    return frozenset(
+        "mx" if scaling == "block_1x32" else scaling.partition("_")[0] for scaling in scalings_of(quantization, copies)
+    )
 
 
 def quantized_array(x: Array, arrays: Sequence[Array | None], request: Request) -> QuantizedArray:

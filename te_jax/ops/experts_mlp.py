@@ -16,6 +16,7 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
+from te_jax._core.types import BLOCK
 from te_jax.ops.grouped_dense import NAME, problem_of, validate_kernel, validate_rows
 from te_jax.ops.linear.arguments import KernelContracting, implementation_for, with_gradient_through
 from te_jax.ops.linear.gated import GatedMLP, gated
@@ -24,7 +25,7 @@ from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array
 from te_jax.ops.permute import Permutation, permute_weights
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, block_size
 from te_jax.recipe import Recipe
 from te_jax.reference.activation import Activation
 
@@ -34,7 +35,7 @@ __all__ = ["experts_mlp", "is_fused"]
 def is_fused(recipe: Recipe | None) -> bool:
     """Whether `experts_mlp` takes this recipe."""
     return isinstance(recipe, Recipe) and all(
-        scaling.startswith("block") for role in ("activation", "gradient") for scaling in recipe.scalings[role]
+        block_size(scaling) == BLOCK for role in ("activation", "gradient") for scaling in recipe.scalings[role]
     )
 
 

@@ -13,7 +13,7 @@ from jax import Array
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag, is_whole_number
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT, MX_BLOCK
 from te_jax.ops._gemm_sum import sharded_sum
 from te_jax.ops.gemm_product import (
     Algorithm,
@@ -41,6 +41,7 @@ _OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
     None: "none",
     "tensor": "tensor",
     "row": "row",
+    "block_1x32": "mx",
     "block_1x128": "block",
 }
 
@@ -112,7 +113,8 @@ def gemm(
 
     Args:
       lhs: [*rows, *cols], a QuantizedArray, or float32, bfloat16 or float16.
-      rhs: the same kind as lhs. Block scaling needs 1×128 scales on lhs and 128×128 on rhs. E5M2 × E5M2 is an error.
+      rhs: the same kind as lhs. Block scaling needs 1×128 scales on lhs and 128×128 on rhs, or 1×32 on both. E5M2 ×
+        E5M2 is an error.
       lhs_contracting: "cols" sums over the cols of lhs (reads `data`), "rows" over its rows (reads `transposed`).
       rhs_contracting: "rows" sums over the rows of rhs (reads `transposed`), "cols" over its cols (reads `data`).
       contracting_ndim: the number of dimensions to sum over, in plain arrays; None is 1.
@@ -129,8 +131,8 @@ def gemm(
         in the environment it is "cublaslt". Block scaling always uses "te_jax", plain arrays always cuBLASLt. The
         package's kernel also computes what "cublaslt" cannot: FP8 under vmap, row scaling with a float32 bias.
       implementation: "native"; "xla", whose compiler calls cuBLASLt for FP8 with tensor scaling on GPUs from compute
-        capability 8.9 on; or "reference". None takes the first that is there, and on a GPU never the reference of FP8,
-        which multiplies in float32.
+        capability 8.9 on, and cuDNN for 1×32 scales from 10.0 on; or "reference". None takes the first that is there,
+        and on a GPU never the reference of FP8, which multiplies in float32.
 
     Returns:
       D [*M, *N], or GemmResult(D, preactivation). Inside `shard_map`, apply psum to D if the contraction is split.
@@ -252,7 +254,8 @@ def _run_sum(pairs: list[dict[str, Array]], specs: tuple[GemmSpec, ...], dtype: 
 @functools.partial(jax.jit, static_argnums=1, inline=sharding.INLINE)
 def _run(arrays: dict[str, Array], spec: GemmSpec) -> tuple[Array, ...]:
     # On Auto meshes XLA itself splits its programs; on Explicit ones it must be told how.
-    if spec.native or sharding.is_explicit(arrays):
+    by_shards = spec.native or (spec.implementation == "xla" and spec.scaling == "mx")
+    if by_shards or sharding.is_explicit(arrays):
         return sharded_gemm(spec, arrays)
     return gemm_by_xla(spec, arrays)
 
@@ -322,9 +325,11 @@ def _validate_operands(a: _Copy, b: _Copy) -> None:
             )
         if a.scaling != b.scaling:
             raise ValueError(f"rhs has {b.scaling!r} scales and lhs {a.scaling!r}; both must have the same kind")
+        if a.scaling == "block_1x32":
+            _validate_blocks("lhs", "sums over", a.summed, MX_BLOCK)
     else:
-        _validate_blocks("lhs", "sums over", a.summed)
-        _validate_blocks("rhs", "keeps", b.outer)
+        _validate_blocks("lhs", "sums over", a.summed, BLOCK)
+        _validate_blocks("rhs", "keeps", b.outer, BLOCK)
     if (n := math.prod(b.outer)) % FP8_ALIGNMENT:
         raise ValueError(
             f"rhs has {n} outer values; FP8 products need a multiple of {FP8_ALIGNMENT}: pad rhs and slice the result, "
@@ -332,11 +337,11 @@ def _validate_operands(a: _Copy, b: _Copy) -> None:
         )
 
 
-def _validate_blocks(name: str, verb: str, sizes: tuple[int, ...]) -> None:
-    if len(sizes) > 1 and sizes[-1] % BLOCK:
+def _validate_blocks(name: str, verb: str, sizes: tuple[int, ...], block: int) -> None:
+    if len(sizes) > 1 and sizes[-1] % block:
         raise ValueError(
             f"{name} {verb} dimensions of sizes {sizes}; with blocks the last of several must be a multiple of "
-            f"{BLOCK}: collapse them into one before quantizing"
+            f"{block}: collapse them into one before quantizing"
         )
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native, reference, sharding
-from te_jax._core.types import BLOCK, FP8_ALIGNMENT
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT, MX_BLOCK
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
 from te_jax.reference.gemm import epilogue
 
 Algorithm = Literal["auto", "cublaslt", "te_jax"]
-Scaling = Literal["none", "tensor", "row", "block"]
+Scaling = Literal["none", "tensor", "row", "block", "mx"]
 """The scales of both operands of a product."""
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
@@ -35,6 +35,7 @@ _COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
     "tensor": ("tensor", "tensor"),
     "row": ("row", "row"),
     "block": ("block_1x128", "block_128x128"),
+    "mx": ("block_1x32", "block_1x32"),
 }
 
 BLOCK_ROW_MULTIPLE = 4
@@ -212,9 +213,10 @@ def _followed_up(
 def gemm_by_xla(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     """The results of `sharded_gemm` on local arrays, by the product of FP8 that XLA has or by the reference."""
     if spec.implementation == "xla":
-        return _over_batch(spec, arrays, functools.partial(_fp8_dot, spec))(dict(arrays))
+        multiply = _scaled_matmul if spec.scaling == "mx" else _fp8_dot
+        return multiply(spec, arrays)
 
-    def multiply(arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    def reference_of(arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         lhs, rhs = arrays["a"], arrays["b"]
         if spec.scaling != "none":
             left, right = _COPY_SCALINGS[spec.scaling]
@@ -234,7 +236,7 @@ def gemm_by_xla(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...
         )
         return result if isinstance(result, tuple) else (result,)
 
-    return _over_batch(spec, arrays, multiply)({name: arrays[name] for name in spec.operands})
+    return _over_batch(spec, arrays, reference_of)({name: arrays[name] for name in spec.operands})
 
 
 def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
@@ -245,23 +247,47 @@ def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     a_summed, b_summed = (
         tuple(range(ndim, ndim + spec.summed_ndim)) for ndim in (spec.a_outer_ndim, spec.b_outer_ndim)
     )
-    value = lax.dot_general(
-        arrays["a"],
-        arrays["b"],
-        ((a_summed, b_summed), ((), ())),
-        # For FP8 it says whether sums may stay in the tensor cores.
-        precision=lax.Precision.DEFAULT if spec.fast_accumulation else lax.Precision.HIGHEST,
-        # Sums without scales are beyond the range of float16.
-        preferred_element_type=jnp.bfloat16 if spec.dtype == jnp.bfloat16 else jnp.float32,
-    )
-    return epilogue(
-        value.astype(jnp.float32) * arrays["a_scale_inv"] * arrays["b_scale_inv"],
-        bias=arrays.get("bias"),
-        activation=spec.activation,
-        save_preactivation=spec.save_preactivation,
-        dtype=spec.dtype,
-        accumulator=arrays["accumulator"] if spec.accumulator == "add" else None,
-    )
+
+    def multiply(arrays: Mapping[str, Array]) -> Array:
+        value = lax.dot_general(
+            arrays["a"],
+            arrays["b"],
+            ((a_summed, b_summed), ((), ())),
+            # For FP8 it says whether sums may stay in the tensor cores.
+            precision=lax.Precision.DEFAULT if spec.fast_accumulation else lax.Precision.HIGHEST,
+            preferred_element_type=_sum_dtype(spec),
+        )
+        return value.astype(jnp.float32) * arrays["a_scale_inv"] * arrays["b_scale_inv"]
+
+    operands = {name: arrays[name] for name in ("a", "b", "a_scale_inv", "b_scale_inv")}
+    return _followed_up(spec, spec.bare(_FLOAT32), (_over_batch(spec, arrays, multiply)(operands),), arrays)
+
+
+def _scaled_matmul(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+    """A product of MXFP8: on a GPU in the form that becomes cuDNN's block-scaled product, which no CPU compiles."""
+    batch, a_outer, summed = _groups(spec, "a", arrays)
+    depth, b_outer = math.prod(summed), _groups(spec, "b", arrays)[1]
+
+    def matrices(name: str, outer: tuple[int, ...]) -> tuple[Array, Array]:
+        shape = math.prod(batch), math.prod(outer)
+        data, scales = arrays[name].reshape(*shape, depth), arrays[f"{name}_scale_inv"].reshape(*shape, -1)
+        return jnp.pad(data, [(0, 0), (0, 0), (0, -depth % MX_BLOCK)]), scales
+
+    (a, a_scales), (b, b_scales) = matrices("a", a_outer), matrices("b", b_outer)
+    if native.compute_capability() is None:
+        over_cols = ((2,), (2,)), ((0,), (0,))
+        value = lax.scaled_dot(
+            a, b, lhs_scale=a_scales, rhs_scale=b_scales, dimension_numbers=over_cols, preferred_element_type=_FLOAT32
+        )
+    else:
+        value = jax.nn.scaled_matmul(a, b, a_scales, b_scales, preferred_element_type=_sum_dtype(spec))
+    value = value.reshape(*batch, *a_outer, *b_outer)
+    return _followed_up(spec, spec.bare(_FLOAT32), (value,), arrays)
+
+
+def _sum_dtype(spec: GemmSpec) -> Any:
+    """The dtype of a product by XLA. Sums without scales, and operands with them, are beyond the range of float16."""
+    return jnp.bfloat16 if spec.dtype == jnp.bfloat16 else jnp.float32
 
 
 def _matrix(data: Array, scale_inv: Array, outer_ndim: int, summed_ndim: int, scaling: CopyScaling) -> QuantizedArray:
@@ -372,6 +398,8 @@ def shard_multiples(scaling: Scaling) -> dict[Group, int]:
     """Multiples of which a shard must have, by group."""
     if scaling == "none":
         return {}
+    if scaling == "mx":
+        return {"n": FP8_ALIGNMENT, "k": MX_BLOCK}
     return {"n": BLOCK, "k": BLOCK} if scaling == "block" else {"n": FP8_ALIGNMENT}
 
 
@@ -408,6 +436,7 @@ def rule_of(spec: GemmSpec) -> str:
     a_scales, b_scales = {
         "row": (m, n),
         "block": (f"{blocks('k')} {m}", f"{blocks('n')} {blocks('k')}"),
+        "mx": (f"{m} {blocks('k')}", f"{n} {blocks('k')}"),
     }.get(spec.scaling, ("", ""))
     terms = {
         "a": f"{k} {m}" if spec.a_summed_first else f"{m} {k}",

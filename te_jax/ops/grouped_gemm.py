@@ -30,6 +30,7 @@ _OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
     None: "none",
     "tensor": "tensor",
     "row": "row",
+    "block_1x32": "mx",
     "block_1x128": "block",
 }
 
@@ -432,7 +433,7 @@ def _validate_operands(a: _Copy, b: _Copy, *, grouped_sums: bool) -> None:
             "lhs and rhs are both float8_e5m2, which no GPU multiplies; quantize one of them to float8_e4m3fn"
         )
     if (a.scaling, b.scaling) != ("block_1x128", "block_128x128") and (
-        a.scaling != b.scaling or a.scaling not in ("tensor", "row")
+        a.scaling != b.scaling or a.scaling not in ("tensor", "row", "block_1x32")
     ):
         raise ValueError(
             f"lhs has {a.scaling!r} scales and rhs {b.scaling!r}; both must have 'tensor' or 'row', or lhs "

@@ -11,8 +11,10 @@ from te_jax.recipe import Scaling
 
 __all__ = ["XLA_CAPABILITY", "fp8_implementation", "operands_implementation", "unsupported"]
 
-XLA_CAPABILITY = (8, 9)
-"""CUDA compute capability of the first GPUs for which XLA compiles FP8 products."""
+XLA_CAPABILITY: dict[Scaling, tuple[int, int]] = {"tensor": (8, 9), "block_1x32": (10, 0)}
+"""By scaling, CUDA compute capability of the first GPUs for which XLA compiles FP8 products."""
+
+_NO_KERNELS = "no native kernel multiplies FP8 with 'block_1x32' scaling"
 
 
 def fp8_implementation(
@@ -37,6 +39,7 @@ def fp8_implementation(
     native.validate_implementation(implementation)
     if implementation == "reference":
         return "reference"
+    problem = _NO_KERNELS if scaling == "block_1x32" else problem
     capability = native.compute_capability()
     xla_problem = _xla_problem(scaling, capability) if by_xla else "XLA has no FP8 product of groups of rows"
     if implementation == "xla":
@@ -46,6 +49,8 @@ def fp8_implementation(
     if mixture := native.gpu_mixture():
         raise native.NativeUnavailableError(mixture)
     if implementation is None and capability is None:
+        if scaling == "block_1x32":
+            return "reference"
         return "native" if native.use_native(None, problem) else "reference"
     try:
         native.use_native("native", problem)
@@ -81,6 +86,8 @@ def operands_implementation(
 def unsupported(scaling: Scaling | None, algorithm: str = "auto") -> str | None:
     """Why the native kernels cannot multiply FP8 with this scaling on the default backend's devices, if so."""
     capability = native.compute_capability()
+    if scaling == "block_1x32":
+        return _NO_KERNELS
     if scaling is None or capability is None:
         return None
     if scaling == "tensor" and algorithm != "te_jax":
@@ -96,8 +103,9 @@ def unsupported(scaling: Scaling | None, algorithm: str = "auto") -> str | None:
 
 def _xla_problem(scaling: Scaling, capability: tuple[int, int] | None) -> str | None:
     """Why XLA cannot multiply FP8 with this scaling, if so. On a CPU it converts operands to wider floats."""
-    if scaling != "tensor":
-        return f"XLA multiplies FP8 with 'tensor' scaling only, and this is {scaling!r}"
-    if capability is not None and capability < XLA_CAPABILITY:
-        return "XLA multiplies FP8 on GPUs from compute capability 8.9 on"
+    needed = XLA_CAPABILITY.get(scaling)
+    if needed is None:
+        return f"XLA multiplies FP8 with 'tensor' or 'block_1x32' scaling only, and this is {scaling!r}"
+    if capability is not None and capability < needed:
+        return f"XLA multiplies FP8 with {scaling!r} scaling on GPUs from compute capability {needed[0]}.{needed[1]} on"
     return None

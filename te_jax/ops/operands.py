@@ -11,10 +11,10 @@ from te_jax import sharding
 from te_jax._core.arguments import as_dtype, as_flag, kind_of, static_way_out
 from te_jax._core.integers import validate_integers
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_NAMES
-from te_jax.quantized import QuantizedArray, scale_shape
+from te_jax.quantized import QuantizedArray, scale_dtype, scale_shape
 from te_jax.recipe import Quantization
 
-_SCALINGS = ("tensor", "row", "block_1x128", "block_128x128")
+_SCALINGS = ("tensor", "row", "block_1x32", "block_1x128", "block_128x128")
 
 
 def as_array(name: str, x: Any) -> Array:
@@ -106,9 +106,10 @@ def validate_copy(name: str, x: QuantizedArray, copy: Literal["data", "transpose
     if values.dtype not in FP8:
         raise ValueError(f"{name} has {copy} of dtype {values.dtype}; it must be {FP8_NAMES}")
     expected = scale_shape(scaling, values.shape[:outer_ndim], values.shape[outer_ndim:])
-    if scale_inv is None or scale_inv.shape != expected or scale_inv.dtype != jnp.float32:
+    dtype = scale_dtype(scaling)
+    if scale_inv is None or scale_inv.shape != expected or scale_inv.dtype != dtype:
         found = "no scales" if scale_inv is None else f"scales of shape {scale_inv.shape} and dtype {scale_inv.dtype}"
         raise ValueError(
-            f"{name} has {found}; for {copy} of shape {values.shape} and {scaling!r} scaling they must be float32 "
+            f"{name} has {found}; for {copy} of shape {values.shape} and {scaling!r} scaling they must be {dtype} "
             f"{expected}: quantize it with te_jax.ops.quantize"
         )

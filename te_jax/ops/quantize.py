@@ -16,10 +16,9 @@ from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.derivatives import straight_through as zeros_with_gradient
 from te_jax._core.derivatives import without_gradient
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import BLOCK
-from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
+from te_jax.ops._quantize_kernels import Request, families_of, quantize_by_kernels
 from te_jax.ops.operands import as_array, validate_quantization
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, block_size
 from te_jax.recipe import Quantization
 from te_jax.reference.quantize import Copies, GroupAxes, QuantizedParts, blocked_groups, mesh_axes, scalings_of
 
@@ -89,10 +88,10 @@ def quantize(
     Args:
       x: [*rows, *cols], float32, bfloat16 or float16. It may be sharded in any way: scales are those of the whole
         array, and devices exchange amaxes and dbias only. With block scaling, devices gather dimensions whose shards
-        would cut blocks of 128.
+        would cut blocks.
       quantization: format and scaling, for example `recipe.quantization("activation")`.
       row_ndim: number of dimensions in rows; None for all but the last. Rows and cols have at least one each. With
-        block scaling, the last dimension of a group of several must be a multiple of 128.
+        block scaling, the last dimension of a group of several must be a multiple of 128, of 32 for "block_1x32".
       copies: "both", "data" (as it is) or "transposed".
       amax: float32 scalar, for tensor scaling: the scale follows from it in one pass over x, larger values saturate,
         and 0 gives a scale of 1. None: the scale follows from x itself in two passes.
@@ -102,8 +101,8 @@ def quantize(
       with_dbias: also returns the sum of x over its rows, from the same pass.
       straight_through: lets gradients pass through the QuantizedArray: `te_jax.ops.dense` takes it as x, and returns
         the gradient of x. Values and gradients are those of `dense` on the plain x.
-      implementation: None uses the native kernel where there is one, else the reference, which XLA compiles and which
-        "xla" names too; "native" or "reference" never fall back.
+      implementation: None uses the native kernel where there is one, for all scalings but "block_1x32", else the
+        reference, which XLA compiles and which "xla" names too; "native" or "reference" never fall back.
 
     Returns:
       `QuantizedArray`; with with_amax or with_dbias a tuple of it, amax (float32 scalar; NaN if any value is, else
@@ -128,7 +127,7 @@ def quantize(
     request, amax = as_request(
         "x", x, quantization, row_ndim, copies, amax, amax_axis, with_amax=with_amax, with_dbias=with_dbias
     )
-    use_native = native.use_native(implementation) and x.size > 0
+    use_native = _use_native(implementation, request) and x.size > 0
     operands = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), (x, amax))
     parts = _quantize_once(*operands, request, use_native, as_flag("straight_through", straight_through))
     wanted = tuple(part for part in parts if part is not None)
@@ -151,7 +150,18 @@ def quantize_parts(
     request, amax = as_request(
         "x", x, quantization, row_ndim, copies, amax, amax_axis, with_amax=with_amax, with_dbias=with_dbias
     )
-    return quantize_requested(x, amax, request, native.use_native(implementation) and x.size > 0)
+    return quantize_requested(x, amax, request, _use_native(implementation, request) and x.size > 0)
+
+
+def _use_native(implementation: native.Implementation | None, request: Request) -> bool:
+    if "mx" not in families_of(request.quantization, request.copies):
+        return native.use_native(implementation)
+    native.validate_implementation(implementation)
+    if implementation == "native":
+        raise native.NativeUnavailableError(
+            "no native kernel quantizes with 'block_1x32' scaling: leave implementation out"
+        )
+    return False
 
 
 def as_request(
@@ -209,11 +219,12 @@ def _validate(name: str, x: Array, request: Request) -> None:
     if request.copies not in _COPIES:
         raise ValueError(f"copies is {request.copies!r}; it must be one of {_COPIES}")
     blocked = blocked_groups(request.quantization, request.copies)
+    block = max(map(block_size, scalings_of(request.quantization, request.copies)))
     for group, shape in (("rows", x.shape[: request.row_ndim]), ("cols", x.shape[request.row_ndim :])):
-        if group in blocked and len(shape) > 1 and shape[-1] % BLOCK:
+        if group in blocked and len(shape) > 1 and shape[-1] % block:
             raise ValueError(
-                f"{name} has {group} of shape {shape}; blocks of {BLOCK} along them need a last dimension that is a "
-                f"multiple of {BLOCK} where there are others: collapse them to one dimension, or pad"
+                f"{name} has {group} of shape {shape}; blocks of {block} along them need a last dimension that is a "
+                f"multiple of {block} where there are others: collapse them to one dimension, or pad"
             )
 
 
@@ -235,7 +246,7 @@ def _validated_amax(amax: jax.typing.ArrayLike, request: Request) -> Array:
 def quantize_requested(x: Array, amax: Array | None, request: Request, use_native: bool) -> QuantizedParts:
     """`quantize_parts` of arguments that are checked; with use_native, x has values."""
     x, amax = lax.stop_gradient((x, amax))
-    if use_native:
+    if use_native and "mx" not in families_of(request.quantization, request.copies):
         return quantize_by_kernels(x, amax, request)
     return reference.quantize(
         x,

@@ -372,6 +372,11 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_c
     kernels = {name: weight.kernel for name, weight in weights.items()}
     if recipe is not None:
         fp8.validate_recipe(recipe)
+        if recipe.scalings["activation"][0] == "block_1x32":
+            raise ValueError(
+                f"recipe is {recipe!r}; collective products have no blocks of 32: use CurrentScaling, RowwiseScaling "
+                "or BlockScaling, or te_jax.ops.dense on an Auto or Explicit mesh"
+            )
     for name, array in {"x": x, **kernels}.items():
         for leaf in jax.tree.leaves(array):
             if taken := set(sharding.axes_of_type(leaf)):

@@ -220,6 +220,7 @@ def quantized_specs(x: QuantizedArray, spec: PartitionSpec) -> QuantizedArray:
         by_scaling = {
             "tensor": (),
             "row": outer,
+            "block_1x32": (*outer, *summed),
             "block_1x128": (*summed, *outer),
             "block_128x128": (*outer, *summed),
         }

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax.quantized import QuantizedArray
+from te_jax._core.types import E8M0
+from te_jax.quantized import QuantizedArray, block_size
 from te_jax.recipe import Quantization, Scaling
 from te_jax.sharding import blocks
 
@@ -109,7 +110,7 @@ def scalings_of(quantization: Quantization, copies: Copies) -> tuple[Scaling, ..
 
 
 def blocked_groups(quantization: Quantization, copies: Copies) -> frozenset[str]:
-    """The groups of dimensions, "rows" and "cols", whose last dimension is cut into blocks of 128."""
+    """The groups of dimensions, "rows" and "cols", whose last dimension is cut into blocks."""
     groups: set[str] = set()
     for copy, scaling, outer, summed in (
         ("data", quantization.scaling, "rows", "cols"),
@@ -165,7 +166,8 @@ def _copy(
     """One copy: FP8 in the order of x, and scale_inv in the order of `quantized.scale_shape`."""
 
     def scaled(x: Array, amax: Array) -> tuple[Array, Array]:
-        scale = scale_of(amax, quantization.dtype, quantization.power_of_two_scales)
+        power_of_two = quantization.power_of_two_scales or scaling == "block_1x32"
+        scale = scale_of(amax, quantization.dtype, power_of_two)
         # Keeps XLA from fusing the division into the loop over x, where it would run for each value.
         scale, scale_inv = lax.optimization_barrier((scale, _scale_inv(amax, scale)))
         return _encode(x, scale, quantization.dtype), scale_inv
@@ -179,11 +181,18 @@ def _copy(
         return codes, jnp.squeeze(scale_inv, summed)
 
     split = sorted({summed[-1], outer[-1]} if scaling == "block_128x128" else {summed[-1]})
-    parts = blocks.split(x, split)
+    parts = blocks.split(x, split, block_size(scaling))
     inside = tuple(axis + place + 1 for place, axis in enumerate(split))
     codes, scale_inv = scaled(parts, _amax_bits(parts, inside, keepdims=True))
-    order = outer + summed if scaling == "block_128x128" else summed + outer
-    return blocks.merge(codes, x.shape, split), jnp.squeeze(scale_inv, inside).transpose(order)
+    order = summed + outer if scaling == "block_1x128" else outer + summed
+    scale_inv = jnp.squeeze(scale_inv, inside).transpose(order)
+    return blocks.merge(codes, x.shape, split), _e8m0(scale_inv) if scaling == "block_1x32" else scale_inv
+
+
+def _e8m0(x: Array) -> Array:
+    """Powers of two and NaN (float32) in one byte, which holds their exponent."""
+    exponent = jnp.where(jnp.isnan(x), 0xFF, _bits(x) >> 23)
+    return lax.bitcast_convert_type(exponent.astype(jnp.uint8), E8M0)
 
 
 def _encode(x: Array, scale: Array, dtype: np.dtype) -> Array:

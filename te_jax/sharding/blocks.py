@@ -1,4 +1,4 @@
-"""Blocks of 128 values along dimensions of an array."""
+"""Blocks of values, 128 unless told otherwise, along dimensions of an array."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from te_jax._core.types import BLOCK
 from te_jax.sharding.layout import is_explicit, moved, shards_of
 
 
-def size_of(length: int) -> int:
-    """The size of the blocks of a dimension: 128, or all of a shorter one."""
-    return max(1, min(BLOCK, length))
+def size_of(length: int, block: int = BLOCK) -> int:
+    """The size of the blocks of a dimension: `block`, or all of a shorter one."""
+    return max(1, min(block, length))
 
 
 def zeros(x: Any) -> Array:
@@ -44,10 +44,10 @@ def _of_blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
 
 
-def split(x: Array, axes: Sequence[int]) -> Array:
+def split(x: Array, axes: Sequence[int], block: int = BLOCK) -> Array:
     """Each of the axes as two, [blocks, values of a block]; the last block is filled up with zeros."""
-    x = _gather_cut_blocks(x, axes)
-    size = {axis: size_of(x.shape[axis]) for axis in axes}
+    x = _gather_cut_blocks(x, axes, block)
+    size = {axis: size_of(x.shape[axis], block) for axis in axes}
     fill = [(0, -n % size.get(axis, 1)) for axis, n in enumerate(x.shape)]
     if any(after for _, after in fill):
         x = jnp.pad(x, fill)
@@ -56,14 +56,14 @@ def split(x: Array, axes: Sequence[int]) -> Array:
     return x
 
 
-def _gather_cut_blocks(x: Array, axes: Sequence[int]) -> Array:
+def _gather_cut_blocks(x: Array, axes: Sequence[int], block: int) -> Array:
     """Axes that an Explicit mesh splits within a block, whole."""
     if not is_explicit(x):
         return x
     sharding = jax.typeof(x).sharding
     spec = list(sharding.spec)
     for axis in axes:
-        if x.shape[axis] % (BLOCK * shards_of(sharding, spec[axis])):
+        if x.shape[axis] % (block * shards_of(sharding, spec[axis])):
             spec[axis] = None
     return moved(x, PartitionSpec(*spec))
 

@@ -13,13 +13,13 @@ import jax
 from jax import Array, lax
 
 from te_jax import native, sharding
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.implementations import fp8_implementation, unsupported
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
 from te_jax.ops.operands import as_array, validate_quantized_array
-from te_jax.quantized import QuantizedArray
-from te_jax.recipe import CurrentScaling, DelayedScaling, Quantization, Recipe, Role
+from te_jax.quantized import QuantizedArray, block_size
+from te_jax.recipe import CurrentScaling, DelayedScaling, MXFP8Scaling, Quantization, Recipe, Role, Scaling
 from te_jax.sharding import as_axis_names
 
 Operand = jax.typing.ArrayLike | QuantizedArray
@@ -68,8 +68,9 @@ def implementation_for(
         return fp8_implementation(implementation, scaling, problem or unsupported(scaling), by_xla=by_xla)
     except native.NativeUnavailableError as error:
         ways = ["recipe=None, which XLA multiplies in the dtype of x"]
-        if scaling != "tensor" and _multiplies_by_tensor(by_xla):
-            ways.append(f"recipe={CurrentScaling.__name__}()")
+        for other in (CurrentScaling(), MXFP8Scaling()):
+            if scaling != (of_other := other.scalings["activation"][0]) and _multiplies(of_other, by_xla):
+                ways.append(f"recipe={type(other).__name__}()")
         ways.append("implementation='reference', which multiplies slowly, in float32")
         raise native.NativeUnavailableError(
             f"recipe is {recipe!r}, and no FP8 product for it runs on {native.device_name()}: {error}. Use "
@@ -77,9 +78,9 @@ def implementation_for(
         ) from None
 
 
-def _multiplies_by_tensor(by_xla: bool) -> bool:
+def _multiplies(scaling: Scaling, by_xla: bool) -> bool:
     try:
-        return fp8_implementation(None, "tensor", unsupported("tensor"), by_xla=by_xla) != "reference"
+        return fp8_implementation(None, scaling, unsupported(scaling), by_xla=by_xla) != "reference"
     except native.NativeUnavailableError:
         return False
 
@@ -257,17 +258,21 @@ def quantization_of(recipe: Recipe, role: Role, kernel_contracting: KernelContra
 
 
 def sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
-    """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block of 128."""
+    """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block."""
     symbolic = any(not isinstance(size, int) for size in batch)  # of jax.export
-    if symbolic or len(batch) < 2 or not has_blocks(recipe) or batch[-1] < BLOCK or not sharding.may_be_split(x):
+    if symbolic or len(batch) < 2 or batch[-1] < _block_of(recipe) or not sharding.may_be_split(x):
         return 0
-    return -batch[-1] % BLOCK
+    return -batch[-1] % _block_of(recipe)
 
 
 def has_blocks(recipe: Recipe) -> bool:
-    return recipe.scalings["activation"][0].startswith("block")
+    return _block_of(recipe) > 1
+
+
+def _block_of(recipe: Recipe) -> int:
+    return block_size(recipe.scalings["activation"][0])
 
 
 def whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
-    return (math.prod(sizes),) if has_blocks(recipe) and len(sizes) > 1 and sizes[-1] % BLOCK else sizes
+    return (math.prod(sizes),) if len(sizes) > 1 and sizes[-1] % _block_of(recipe) else sizes
