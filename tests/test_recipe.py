@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Quantization, RowwiseScaling, merge
+from te_jax.recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    Quantization,
+    RowwiseScaling,
+    merge,
+)
 
 NAN = float("nan")
 OF_NO_USE = {
@@ -28,7 +36,7 @@ OF_DELAYED_SCALING = {
     ("kind", "name", "value"),
     [
         (kind, name, value)
-        for kind in (CurrentScaling, RowwiseScaling, BlockScaling, DelayedScaling)
+        for kind in (CurrentScaling, RowwiseScaling, BlockScaling, MXFP8Scaling, DelayedScaling)
         for name, values in (OF_NO_USE | (OF_DELAYED_SCALING if kind is DelayedScaling else {})).items()
         for value in values
     ],
@@ -49,6 +57,8 @@ def test_values_of_no_use(kind, name, value):
 def test_messages(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         DelayedScaling(**options)
+    with pytest.raises(ValueError, match="power_of_two_scales is False; scales of MXFP8 are powers of two"):
+        MXFP8Scaling(power_of_two_scales=False)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +68,7 @@ def test_messages(options, message):
         (DelayedScaling, jnp.float8_e5m2, ("tensor", "tensor")),
         (RowwiseScaling, jnp.float8_e4m3fn, ("row", "row")),
         (BlockScaling, jnp.float8_e4m3fn, ("block_1x128", "block_128x128")),
+        (MXFP8Scaling, jnp.float8_e4m3fn, ("block_1x32", "block_1x32", True)),
     ],
 )
 def test_gradients_and_sums_unless_the_user_says_otherwise(kind, gradient, scaling):
@@ -102,7 +113,7 @@ def test_states_that_do_not_belong_together_are_not_merged():
         merge()
 
 
-@pytest.mark.parametrize("kind", [CurrentScaling, RowwiseScaling, BlockScaling, DelayedScaling])
+@pytest.mark.parametrize("kind", [CurrentScaling, RowwiseScaling, BlockScaling, MXFP8Scaling, DelayedScaling])
 def test_the_help_of_a_recipe_explains_each_of_its_parameters(kind):
     (parameters,) = re.findall(r"^Args:\n((?: {2}.*\n)+)", inspect.getdoc(kind) + "\n", re.MULTILINE)
     explained = re.findall(r"^ {2}(\w+): ", parameters, re.MULTILINE)

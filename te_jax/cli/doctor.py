@@ -268,7 +268,8 @@ def implementations() -> tuple[Chosen, ...]:
         Chosen(_PRODUCTS, "rowwise", _of_product("row")),
         Chosen(_PRODUCTS, "block", _of_product("block_1x128")),
         Chosen(_PRODUCTS, "mxfp8", _of_product("block_1x32")),
-        Chosen(_GROUPED_PRODUCTS, "any", _of_product("block_1x128", by_xla=False)),
+        Chosen(_GROUPED_PRODUCTS, "current, delayed, rowwise, block", _of_product("block_1x128", by_xla=False)),
+        Chosen(_GROUPED_PRODUCTS, "mxfp8", _of_product("block_1x32", by_xla=False)),
         Chosen(_OTHERS, "", others),
         Chosen("attention", "", "cuDNN" if on_gpu else "reference"),
     )

@@ -25,7 +25,7 @@ from ops.quantize_oracle import random_case as random_magnitudes
 
 from te_jax import checkpoint_policies, ops, parallel
 from te_jax.ops.experts_mlp import experts_mlp as fused_experts_mlp
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 
 # Tensor cores add products of FP8 up with about 14 bits: how devices share a sum shows.
 FP8_SUMS = 1e-3 if jax.default_backend() == "gpu" else None
@@ -1395,6 +1395,11 @@ OPERATIONS = [
     dense("rowwise", RowwiseScaling(), TENSOR, variant=True),
     dense("block", BlockScaling(), (*TENSOR, *FSDP, "fsdp, column parallel"), dtype="bfloat16", variant=True),
     dense("delayed", DelayedScaling(history_len=3), (*TENSOR, "fsdp of columns", "fsdp, row parallel"), variant=True),
+    dataclasses.replace(
+        dense("mxfp8", MXFP8Scaling(), (*TENSOR, "fsdp of columns"), variant=True),
+        left_to_xla=True,
+        without={"derivatives_that_are_not_defined": "it has no native kernel, and the rule of rows that have"},
+    ),
     dense("bias and gelu", CURRENT, TENSOR, bias=True, variant=True),
     dense("accumulator", CURRENT, (*TENSOR, *FSDP), accumulator=True, variant=True),
     with_kernels_quantized(

@@ -224,7 +224,7 @@ def test_remat(operation, rng):
     assert _kernels(kept) == _kernels(plain)
     for lowered in (nothing, kept) if operation.policy else (nothing,):
         operation.assert_agree(lowered.compile()(*case), operation.alone()(*case))
-    if operation.policy:
+    if operation.policy and _kernels(plain):
         assert _kernels(nothing) > _kernels(plain)
 
 

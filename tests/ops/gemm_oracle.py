@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.quantized import QuantizedArray, scale_shape
+from te_jax.quantized import QuantizedArray, scale_dtype, scale_shape
 from te_jax.testing import assert_close
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
@@ -16,6 +16,8 @@ SCALINGS = {
     "block": ("block_1x128", "block_128x128"),
 }
 """Scalings of lhs and rhs by the kind of product."""
+MXFP8 = {"mx": ("block_1x32", "block_1x32")}
+"""Those without a native kernel."""
 FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -25,7 +27,9 @@ def random_quantized(rng, rows, cols, scaling, *, dtype=E4M3, transposed_scaling
     def copy(outer, summed, scaling):
         data = jax.device_put(rng.standard_normal((*outer, *summed)).astype(np.float32).astype(dtype))
         scales = np.exp(rng.uniform(-1, 1, scale_shape(scaling, outer, summed)))
-        return data, jax.device_put(scales.astype(np.float32))
+        if scaling == "block_1x32":
+            scales = np.exp2(np.round(2 * np.log(scales)))
+        return data, jax.device_put(scales.astype(np.float32).astype(scale_dtype(scaling)))
 
     transposed_scaling = transposed_scaling or scaling
     return QuantizedArray(
@@ -41,7 +45,7 @@ def random_quantized(rng, rows, cols, scaling, *, dtype=E4M3, transposed_scaling
 
 def random_product(rng, m, n, k, kind, *, lhs_dtype=E4M3, rhs_dtype=E4M3, **options):
     """lhs [*m, *k] and rhs [*k, *n] of a product over cols and rows."""
-    lhs_scaling, rhs_scaling = SCALINGS[kind]
+    lhs_scaling, rhs_scaling = (SCALINGS | MXFP8)[kind]
     return (
         random_quantized(rng, m, k, lhs_scaling, dtype=lhs_dtype, **options),
         random_quantized(rng, k, n, rhs_scaling, dtype=rhs_dtype, **options),
@@ -73,6 +77,8 @@ def matrix(x, contracting, contracting_ndim=1):
     blocks = -(-value.shape[1] // 128)
     if scaling == "row":
         scales = scales.reshape(-1, 1)
+    elif scaling == "block_1x32":
+        scales = np.repeat(scales.reshape(len(value), -1), 32, axis=1)[:, : value.shape[1]]
     elif scaling == "block_1x128":
         scales = np.repeat(scales.reshape(blocks, len(value)).T, 128, axis=1)[:, : value.shape[1]]
     elif scaling == "block_128x128":

@@ -26,11 +26,13 @@ PAIRS = {
     "tensor and row": ("tensor", "row"),
     "block and tensor": ("block_1x128", "tensor"),
 }
+MXFP8 = {"1x32": ("block_1x32", "block_1x32"), "1x32 and tensor": ("block_1x32", "tensor")}
+"""Scalings without native kernels."""
 STATICS = ("quantization", "row_ndim", "copies", "amax_axis", "with_amax", "with_dbias", "implementation")
 
 
 def quantization_of(pair, dtype=E4M3, power_of_two_scales=False) -> Quantization:
-    return Quantization(dtype, *PAIRS[pair], power_of_two_scales)
+    return Quantization(dtype, *(PAIRS | MXFP8)[pair], power_of_two_scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +74,12 @@ def _amax(x: np.ndarray) -> np.float32:
     return np.abs(x).max(initial=np.float32(0))
 
 
-def _scale(amax: np.float32, quantization: Quantization) -> np.float32:
+def _scale(amax: np.float32, quantization: Quantization, scaling: str) -> np.float32:
     if not np.isfinite(amax) or amax < np.float32(2.0**-126):
         return np.float32(1)
     scale = min(LARGEST[np.dtype(quantization.dtype)] / amax, np.float32(2.0**126))
-    return np.float32(2.0 ** np.floor(np.log2(np.float64(scale)))) if quantization.power_of_two_scales else scale
+    power_of_two = quantization.power_of_two_scales or scaling == "block_1x32"
+    return np.float32(2.0 ** np.floor(np.log2(np.float64(scale)))) if power_of_two else scale
 
 
 def _copy(matrix: np.ndarray, quantization: Quantization, scaling: str, amax) -> tuple[np.ndarray, np.ndarray]:
@@ -85,6 +88,7 @@ def _copy(matrix: np.ndarray, quantization: Quantization, scaling: str, amax) ->
     height, width = {
         "tensor": (outer, summed),
         "row": (1, summed),
+        "block_1x32": (1, 32),
         "block_1x128": (1, 128),
         "block_128x128": (128, 128),
     }[scaling]
@@ -95,9 +99,11 @@ def _copy(matrix: np.ndarray, quantization: Quantization, scaling: str, amax) ->
             block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
             given = scaling == "tensor" and amax is not None
             of_block = np.float32(amax) if given else _amax(matrix[block])
-            scale = _scale(of_block, quantization)
+            scale = _scale(of_block, quantization, scaling)
             scale_inv[i, j] = np.float32(1) / scale if np.isfinite(of_block) else np.float32(np.nan)
             data[block] = _encode(matrix[block], scale, np.dtype(quantization.dtype))
+    if scaling == "block_1x32":
+        return data, scale_inv.astype(ml_dtypes.float8_e8m0fnu)
     return data, scale_inv.T if scaling == "block_1x128" else scale_inv
 
 

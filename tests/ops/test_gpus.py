@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import native, ops, parallel
 from te_jax.ops.experts_mlp import experts_mlp
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 RECIPES = {
     "current": CurrentScaling(), "delayed": DelayedScaling(history_len=2), "rowwise": RowwiseScaling(),
-    "block": BlockScaling(),
+    "block": BlockScaling(), "mxfp8": MXFP8Scaling(),
 }  # fmt: skip
 X, KERNEL = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 128), (128, 128)))
 SIZES = np.int32([128])
@@ -95,7 +95,12 @@ GROUPED = {
         **options,
     ),
 }
-NOT_FOR = {("linear_cross_entropy", "delayed"), *(("experts_mlp", name) for name in RECIPES if name != "block")}
+COLLECTIVE = ("all_gather_matmul", "matmul_reduce_scatter", "parallel.gated_mlp")
+NOT_FOR = {
+    ("linear_cross_entropy", "delayed"),
+    *((name, "mxfp8") for name in COLLECTIVE),
+    *(("experts_mlp", name) for name in RECIPES if name != "block"),
+}
 ROWS = [(name, recipe) for name in (*LAYERS, *GROUPED) for recipe in RECIPES if (name, recipe) not in NOT_FOR]
 WITHOUT_GRADIENT = ("gemm", "grouped_gemm")
 
@@ -112,6 +117,8 @@ def multipliers(name, recipe, **options):
     for equation in equations(jax.make_jaxpr(traced)(X, KERNEL).jaxpr):
         if re.match("te_(grouped_)?gemm", str(equation.params.get("target_name"))):
             found.add("native")
+        elif equation.primitive.name == "scaled_matmul_wrapper":
+            found.add("xla")
         elif equation.primitive.name in ("dot_general", "ragged_dot_general"):
             types = {operand.aval.dtype.name for operand in equation.invars}
             if any(dtype.startswith("float8") for dtype in types):
@@ -135,18 +142,20 @@ def equations(jaxpr):
 def test_what_multiplies(name, recipe, capability, report_gpus):
     report_gpus(capability)
     table = {(operations.split("`")[1], of): cells for (operations, of), cells in documented().items()}
-    expected = table["grouped_dense", "any"] if name in GROUPED else table["dense", recipe]
+    operations = "grouped_dense" if name in GROUPED else "dense"
+    expected = table[operations, recipe]
     if expected[capability] == "refused":
         with pytest.raises(native.NativeUnavailableError) as refusal:
             multipliers(name, recipe)
         message = str(refusal.value)
-        assert f"GPU {capability} has compute capability {capability}" in message
+        assert f"GPU {capability} has compute capability {capability}" in message or capability == "9.0"
         assert "implementation='reference'" in message
         if name not in WITHOUT_GRADIENT:
             assert message.startswith(f"recipe is {RECIPES[recipe]!r}, and no FP8 product for it runs on GPU")
             assert "recipe=None" in message
-            other = name in LAYERS and recipe in ("rowwise", "block") and table["dense", "current"][capability] == "xla"
-            assert ("recipe=CurrentScaling()" in message) == other
+            for way_out, other in (("CurrentScaling", "current"), ("MXFP8Scaling", "mxfp8")):
+                serves = recipe != other and table[operations, other][capability] != "refused"
+                assert (f"recipe={way_out}()" in message) == serves
         if capability == "8.0":
             assert multipliers(name, recipe, implementation="reference") == {"reference"}
     else:
@@ -157,12 +166,20 @@ def test_what_multiplies(name, recipe, capability, report_gpus):
 def test_by_name(recipe, report_gpus):
     """A named implementation never falls back: neither where it is slower, nor where it is not there."""
     report_gpus("9.0")
-    assert multipliers("dense", recipe, implementation="native") == {"native"}
     assert multipliers("dense", recipe, implementation="reference") == {"reference"}
+    if recipe == "mxfp8":
+        with pytest.raises(native.NativeUnavailableError, match="no native kernel multiplies FP8 with 'block_1x32'"):
+            multipliers("dense", recipe, implementation="native")
+        with pytest.raises(native.NativeUnavailableError, match=r"'block_1x32' .* from compute capability 10\.0 on"):
+            multipliers("dense", recipe, implementation="xla")
+        return
+    assert multipliers("dense", recipe, implementation="native") == {"native"}
     if recipe in ("current", "delayed"):
         assert multipliers("dense", recipe, implementation="xla") == {"xla"}
     else:
-        with pytest.raises(native.NativeUnavailableError, match="XLA multiplies FP8 with 'tensor' scaling only"):
+        with pytest.raises(
+            native.NativeUnavailableError, match="XLA multiplies FP8 with 'tensor' or 'block_1x32' scaling"
+        ):
             multipliers("dense", recipe, implementation="xla")
     with pytest.raises(native.NativeUnavailableError, match="XLA has no FP8 product of groups of rows"):
         multipliers("grouped_dense", recipe, implementation="xla")

@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from parameters import in_turns
-from xla_targets import compiled, needs_compiler
+from xla_targets import compiled, mesh, needs_compiler, without_autotuning
 
 from te_jax import ops
 from te_jax.hlo import _hlo
 from te_jax.hlo._program import Program
-from te_jax.hlo.collectives import _type_of
-from te_jax.recipe import CurrentScaling, DelayedScaling
+from te_jax.hlo.collectives import _type_of, parse
+from te_jax.recipe import CurrentScaling, DelayedScaling, MXFP8Scaling
 from te_jax.testing import assert_close
 
-CURRENT, DELAYED = CurrentScaling(), DelayedScaling(history_len=2)
+CURRENT, DELAYED, MXFP8 = CurrentScaling(), DelayedScaling(history_len=2), MXFP8Scaling()
 TOKENS, IN, OUT = 384, 256, 512
 CAPABILITIES = ("8.9", "9.0", "10.0", "12.0")
 
@@ -81,6 +83,13 @@ LAYERS = {
         x, kernel, jnp.zeros(TOKENS, jnp.int32), recipe=CURRENT, fp8_products=("forward", "dgrad", "wgrad"), **options
     ),
 }
+OF_BLOCKS = {
+    "dense": functools.partial(ops.dense, recipe=MXFP8, activation="gelu"),
+    "gated_mlp": lambda x, kernel, down, **options: ops.gated_mlp(x, (kernel, kernel, down), recipe=MXFP8, **options),
+    "linear_cross_entropy": lambda x, kernel, **options: ops.linear_cross_entropy(
+        x, kernel, jnp.zeros(TOKENS, jnp.int32), recipe=MXFP8, fp8_products=("forward", "dgrad", "wgrad"), **options
+    ),
+}
 MORE = {"delayed": jax.eval_shape(DELAYED.init), "gated_mlp": jax.ShapeDtypeStruct((OUT, IN), jnp.bfloat16)}
 
 
@@ -92,7 +101,7 @@ def products(program):
             target = instruction.opcode
             if target == "custom-call":
                 target = _hlo.unquoted(instruction.attributes["custom_call_target"])
-            if target != "dot" and not target.startswith("__cublas"):
+            if target != "dot" and not target.startswith(("__cublas", "__cudnn")):
                 continue
             types = (_type_of(operand, program.computations[computation]) for operand in instruction.operands[:2])
             dtypes = [array.dtype for type_ in types for array in _hlo.arrays(type_)]
@@ -125,3 +134,47 @@ def test_programs(capability, name, report_gpus):
             assert {target for target, *_ in found} == {"__cublas$lt$matmul$f8"}
             assert {shape for *_, shape in found} >= set(SHAPES.values()) - {SHAPES["wgrad"]}
             assert {shape for *_, shape in found} & {SHAPES["wgrad"], SHAPES["wgrad"][::-1]}
+
+
+@needs_compiler
+@pytest.mark.parametrize("capability", ["10.0", "12.0"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n != "dense" else []) for n in OF_BLOCKS])
+def test_programs_of_mxfp8(capability, name, report_gpus):
+    """cuDNN's block-scaled product forward and for both gradients, and no other product."""
+    report_gpus(capability)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (SHAPES["dgrad"], SHAPES["wgrad"])]
+    operands += [MORE[name]] if name in MORE else []
+
+    def loss(*operands):
+        return jnp.sum(jnp.square(OF_BLOCKS[name](*operands).astype(jnp.float32)))
+
+    gradients = jax.grad(loss, argnums=tuple(range(len(operands))))
+    found = list(products(compiled(gradients, *operands, capability=capability)))
+    assert {(target, *dtypes) for target, dtypes, _ in found} == {("__cudnn$blockScaledDot", *["f8e4m3fn"] * 2)}
+    shapes = {shape[-2:] for *_, shape in found}
+    assert shapes >= {SHAPES["forward"], SHAPES["dgrad"]}
+    assert shapes & {SHAPES["wgrad"], SHAPES["wgrad"][::-1]}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("x", "kernel"), [(P("device"), P()), (P(), P(None, "device")), (P(None, None, "device"), P("device"))]
+)
+def test_programs_of_mxfp8_on_two_gpus(x, kernel, kind, report_gpus):
+    """Each multiplies its part, and only sums are exchanged."""
+    report_gpus("10.0")
+    two = Mesh(mesh(2, capability="10.0").devices, ("device",), axis_types=(kind,))
+
+    def loss(x, kernel):
+        return jnp.sum(jnp.square(ops.dense(x, kernel, recipe=MXFP8).astype(jnp.float32)))
+
+    operands = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(two, spec))
+        for shape, spec in (((4, TOKENS // 3, IN), x), ((IN, OUT), kernel))
+    ]
+    with jax.set_mesh(two):
+        program = without_autotuning(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*operands))
+    assert [target for target, *_ in products(program)] == ["__cudnn$blockScaledDot"] * 3
+    assert {collective.kind for collective in parse(program.as_text())} <= {"all-reduce"}

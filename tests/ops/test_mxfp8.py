@@ -1,0 +1,236 @@
+"""MXFP8: copies bit for bit against NumPy, products and layers against float64, and what has no such product.
+
+There is no native kernel. `implementation="xla"` lays operands out as on GPUs, for which test_xla_products.py compiles.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_oracle import FORWARD, GRADIENT, oracle
+from dense_oracle import check as check_layer
+from dense_oracle import random_case as random_layer
+from gemm_oracle import E4M3, E5M2, assert_product, gelu, product, random_array, random_product, random_quantized, wide
+from jax import export
+from parameters import in_turns
+from quantize_oracle import check, quantization_of, random_case
+
+from te_jax import native, ops, parallel
+from te_jax.ops.linear.kernels import quantize_kernel
+from te_jax.recipe import BlockScaling, CurrentScaling, MXFP8Scaling
+from te_jax.testing import assert_close, relative_error
+
+RECIPE = MXFP8Scaling()
+E8M0 = jnp.float8_e8m0fnu
+
+implementations = pytest.mark.parametrize("implementation", ["xla", "reference"])
+
+# -------------------------------------------------------------------------------------------------------- quantization
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_ndim", "dtype", "dtype_fp8"),
+    [
+        ((48, 96), 1, "bfloat16", E4M3),
+        ((33, 70), 1, "float32", E4M3),
+        ((5, 7), 1, "float16", E5M2),
+        ((2, 64, 3, 32), 2, "float32", E5M2),
+        ((0, 32), 1, "bfloat16", E4M3),
+    ],
+)
+def test_copies(shape, row_ndim, dtype, dtype_fp8, rng):
+    check(random_case(rng, shape, dtype), quantization_of("1x32", dtype_fp8), row_ndim=row_ndim, implementation=None)
+
+
+@pytest.mark.parametrize(("pair", "copies"), [("1x32", "data"), ("1x32", "transposed"), ("1x32 and tensor", "both")])
+def test_one_copy_and_two_scalings(pair, copies, rng):
+    check(random_case(rng, (40, 64), "bfloat16"), quantization_of(pair), copies=copies, implementation=None)
+
+
+def test_nothing_saturates(rng):
+    """Scales are rounded down, so that the largest value of a block is 448 at most, and above 224."""
+    x = jnp.exp(jnp.asarray(rng.uniform(-30, 30, (64, 64)), jnp.float32))
+    quantized = ops.quantize(x, RECIPE.quantization("activation"))
+    largest = np.abs(wide(quantized.data)).reshape(64, 2, 32).max(-1)
+    assert (largest >= 224).all()
+    assert (largest <= 448).all()
+    assert relative_error(quantized.dequantize(), x) < 0.04
+
+
+def test_a_value_that_is_not_finite_reaches_its_block_alone():
+    x = jnp.ones((2, 64)).at[1, 40].set(jnp.inf)
+    found = np.isnan(np.asarray(ops.quantize(x, RECIPE.quantization("activation"), copies="data").dequantize()))
+    assert found[1, 32:].all()
+    assert found.sum() == 32
+
+
+def test_refusals():
+    x, quantization = jnp.ones((32, 32)), RECIPE.quantization("activation")
+    with pytest.raises(native.NativeUnavailableError, match="no native kernel quantizes with 'block_1x32' scaling"):
+        ops.quantize(x, quantization, implementation="native")
+    with pytest.raises(ValueError, match=r"cols of shape \(2, 48\); blocks of 32 along them need a last dimension"):
+        ops.quantize(jnp.ones((32, 2, 48)), quantization, row_ndim=1)
+    quantized = ops.quantize(x, quantization)
+    with pytest.raises(native.NativeUnavailableError, match="no native kernel multiplies FP8 with 'block_1x32'"):
+        ops.gemm(quantized, quantized, implementation="native")
+    other = ops.quantize(x, CurrentScaling().quantization("kernel"))
+    with pytest.raises(ValueError, match="rhs has 'tensor' scales and lhs 'block_1x32'; both must have the same kind"):
+        ops.gemm(quantized, other)
+    with pytest.raises(ValueError, match=re.escape("scaling they must be float8_e8m0fnu (32, 1)")):
+        ops.gemm(jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == E8M0 else x, quantized), quantized)
+    local = functools.partial(parallel.all_gather_matmul, axis_name="tp", gather_dimension=0, recipe=RECIPE)
+    mesh = jax.make_mesh((1,), ("tp",), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="collective products have no blocks of 32: use CurrentScaling"):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False), x, x)
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+@implementations
+@pytest.mark.parametrize(
+    ("m", "k", "n", "dtypes", "out_dtype"),
+    [
+        ((36,), (176,), (48,), (E4M3, E4M3), "float32"),
+        ((2, 3), (2, 64), (48,), (E5M2, E4M3), "bfloat16"),
+        ((5,), (20,), (2, 16), (E4M3, E5M2), "float16"),
+    ],
+)
+def test_gemm(m, k, n, dtypes, out_dtype, implementation, rng):
+    lhs, rhs = random_product(rng, m, n, k, "mx", lhs_dtype=dtypes[0], rhs_dtype=dtypes[1])
+    result = ops.gemm(lhs, rhs, out_dtype=out_dtype, implementation=implementation)
+    assert_product(result, product(lhs, rhs), dtype=out_dtype)
+    bias = random_array(rng, n, out_dtype)
+    result = ops.gemm(lhs, rhs, bias=bias, activation="gelu", out_dtype=out_dtype, implementation=implementation)
+    assert_product(result, gelu(product(lhs, rhs) + wide(bias)), dtype=out_dtype)
+
+
+@implementations
+def test_gemm_of_other_copies_with_an_accumulator(implementation, rng):
+    lhs, rhs = (random_quantized(rng, (64,), (size,), "block_1x32") for size in (40, 48))
+    accumulator = random_array(rng, (40, 48))
+    options = {"lhs_contracting": "rows", "rhs_contracting": "rows"}
+    result = ops.gemm(lhs, rhs, accumulator=accumulator, implementation=implementation, **options)
+    assert_product(result, product(lhs, rhs, **options) + wide(accumulator), dtype="float32")
+
+
+@implementations
+def test_gemm_under_vmap(implementation, rng):
+    pairs = [random_product(rng, (8,), (16,), (64,), "mx") for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
+    result = jax.vmap(functools.partial(ops.gemm, out_dtype="float32", implementation=implementation))(*stacked)
+    for found, pair in zip(result, pairs, strict=True):
+        assert_product(found, product(*pair), dtype="float32")
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+@implementations
+@pytest.mark.parametrize(
+    ("batch", "inner", "outer", "dtype", "contracting"),
+    [
+        ((64,), (128,), (256,), "bfloat16", "first"),
+        ((3, 23), (2, 48), (3, 32), "float32", "last"),
+        ((65,), (96,), (48,), "float16", "first"),
+    ],
+)
+def test_dense(batch, inner, outer, dtype, contracting, implementation, rng):
+    case = random_layer(rng, batch, inner, outer, dtype, kernel_contracting=contracting)
+    check_layer(case, recipe=RECIPE, implementation=implementation)
+
+
+def test_the_default_on_a_cpu_is_the_reference_without_a_warning(rng, recwarn):
+    case = random_layer(rng, (32,), (32,), (32,), "float32", with_bias=False)
+    default, reference = (
+        ops.dense(case.x, case.kernel, recipe=RECIPE, implementation=name) for name in (None, "reference")
+    )
+    np.testing.assert_array_equal(default, reference)
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+
+
+def test_outliers_disturb_their_blocks_alone(rng):
+    """A thousandth of x is a million times as large: one scale for the tensor loses what blocks keep."""
+    x = rng.standard_normal((128, 256)) * np.where(rng.random((128, 256)) < 1e-3, 1e6, 1.0)
+    kernel, rows = rng.standard_normal((256, 64)) / 16, np.abs(x).max(-1) < 100
+    assert rows.sum() > 30
+    errors = {}
+    for recipe in (RECIPE, BlockScaling(), CurrentScaling()):
+        y = ops.dense(x.astype(np.float32), kernel.astype(np.float32), recipe=recipe, implementation="reference")
+        errors[type(recipe)] = relative_error(np.asarray(y)[rows], (x @ kernel)[rows])
+    assert errors[MXFP8Scaling] < FORWARD
+    assert errors[CurrentScaling] > 2 * errors[MXFP8Scaling]
+
+
+LAYERS = {
+    "several kernels": lambda x, gate, up, down, recipe: sum(ops.dense(x, (gate, up), recipe=recipe)),
+    "gated_mlp": lambda x, gate, up, down, recipe: ops.gated_mlp(x, (gate, up, down), recipe=recipe),
+    "einsum": lambda x, gate, up, down, recipe: ops.einsum("td,df->tf", x, gate, recipe=recipe),
+    "grouped_dense": lambda x, gate, up, down, recipe: ops.grouped_dense(
+        x, jnp.stack([gate, up]), jnp.array([50, 46], jnp.int32), recipe=recipe
+    ),
+    "linear_cross_entropy": lambda x, gate, up, down, recipe: ops.linear_cross_entropy(
+        x, gate, jnp.arange(96) % 160, recipe=recipe, fp8_products=("forward", "dgrad", "wgrad")
+    ) if recipe else ops.linear_cross_entropy(x, gate, jnp.arange(96) % 160),
+    "norm": lambda x, gate, up, down, recipe: ops.dense(
+        ops.rms_norm(x, jnp.ones(64, x.dtype), quantization=recipe and recipe.quantization("activation")),
+        gate, recipe=recipe,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, rng):
+    shapes = (96, 64), (64, 160), (64, 160), (160, 64)
+    x, gate, up, down = (jnp.asarray(rng.standard_normal(s) / np.sqrt(s[0]), jnp.float32) for s in shapes)
+
+    def step(recipe):
+        def loss(*operands):
+            return jnp.sum(jnp.sin(4 * LAYERS[name](8 * operands[0], *operands[1:], recipe)))
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(x, gate, up, down)
+
+    (_, found), (_, expected) = jax.jit(lambda: (step(RECIPE), step(None)))()
+    for a, b in zip(found, expected, strict=True):
+        if np.any(b):
+            assert relative_error(a, b) < 3 * GRADIENT
+
+
+def test_a_kernel_quantized_beforehand_with_an_accumulator(rng):
+    case = random_layer(rng, (64,), (2, 48), (32,), "float32", with_bias=False)
+    kernel = quantize_kernel(case.kernel, RECIPE, row_ndim=2)
+    assert kernel.data.shape == (96, 32)  # 48 is not made of whole blocks
+
+    def step(kernel, accumulator):
+        y, vjp = jax.vjp(
+            lambda x, accumulator: ops.dense(
+                x, kernel, recipe=RECIPE, wgrad_accumulator=accumulator
+            ),
+            case.x.reshape(64, 96), accumulator,
+        )  # fmt: skip
+        return y, *vjp(case.dy)
+
+    y, dx, following = jax.jit(step)(kernel, jnp.ones((96, 32)))
+    expected = oracle(case)
+    assert_close(y, expected.y, dtype="float32", tolerance=FORWARD)
+    assert_close(dx, expected.dx.reshape(64, 96), dtype="float32", tolerance=GRADIENT)
+    assert_close(following - 1, expected.dkernel.reshape(96, 32), dtype="float32", tolerance=GRADIENT)
+
+
+def test_export(rng):
+    """Scales of one byte survive serialization."""
+    quantized = ops.quantize(jnp.asarray(rng.standard_normal((32, 64)), jnp.float32), RECIPE.quantization("kernel"))
+    exported = export.export(jax.jit(lambda q: q.dequantize()))(quantized)
+    again = export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(quantized), quantized.dequantize())
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_turns(["scale_inv", "transposed_scale_inv"], ["data", "transposed"]))
+def test_memory(name, dtype):
+    """33 bytes for 32 values of a copy."""
+    quantized = ops.quantize(jnp.ones((64, 96)), RECIPE.quantization("kernel"))
+    assert getattr(quantized, name).dtype == E8M0
+    assert getattr(quantized, name).nbytes * 32 == getattr(quantized, dtype).nbytes
