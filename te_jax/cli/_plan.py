@@ -21,7 +21,7 @@ from te_jax.models import PRESETS, DecoderConfig, FolderError, Lora, TensorParal
 from te_jax.models.config import ATTENTION
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.quantized import block_size
-from te_jax.recipe import DelayedScaling
+from te_jax.recipe import DelayedScaling, MXFP8Scaling
 
 OFFLOAD_MIN_SIZE = 2**16
 """Bytes: what is smaller stays on the device."""
@@ -354,7 +354,8 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
         layer = functools.partial(ops.dense, recipe=recipe, scaling_state=state, implementation=asked)
         with _available(option):  # not every GPU has kernels for it
             jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
-    if use_native:
+    has_kernels = not any(isinstance(recipe, MXFP8Scaling) for recipe in of.values())
+    if use_native and has_kernels:
         return "native"
     return asked or ("reference" if native.compute_capability() is None else "xla")
 

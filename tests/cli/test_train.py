@@ -607,13 +607,13 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
         (["--learning-rate", "inf"], "--learning-rate is inf"),
         (["--learning-rate", "0"], "--learning-rate is 0"),
         (["--preset", "giant"], "--preset giant is unknown: choose one of nano, tiny, small, moe, moe-3b, 8b"),
-        (["--recipe", "fp8"], "--recipe fp8 is unknown: choose one of block, current, rowwise, delayed, none"),
+        (["--recipe", "fp8"], "--recipe fp8 is unknown: choose one of block, current, rowwise, delayed, mxfp8, none"),
         (
             ["--offload", "moments"],
             "--offload is moments: choose activations, optimizer, activations,optimizer or none",
         ),
         (["--recipe", ""], "--recipe  is unknown: choose one of block"),
-        (["--head-recipe", "delayed"], "--head-recipe delayed is unknown: choose one of block, current, rowwise, none"),
+        (["--head-recipe", "delayed"], "--head-recipe delayed is unknown: choose one of block, current, rowwise, mxfp8, none"),
         (["--fp8-logits"], "--fp8-logits needs a recipe of the output head: add --head-recipe"),
         (["--optimizer-state", "float32"], "--optimizer-state float32 is unknown: choose one of f32, bf16, fp8\n"),
         (
@@ -710,7 +710,7 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
     monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("there is no extension", False))
     error = refused([*SMALL, "--recipe", "block", "--out", str(out)], capsys)
     assert "--recipe block cannot run here" in error
-    assert "there is no extension. XLA multiplies FP8 with 'tensor' scaling only" in error
+    assert "there is no extension. XLA multiplies FP8 with 'tensor' or 'block_1x32' scaling" in error
     assert not out.exists()
 
 
