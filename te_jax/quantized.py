@@ -21,7 +21,7 @@ from te_jax._core.types import BLOCK, E8M0, MX_BLOCK
 from te_jax.recipe import Scaling
 from te_jax.sharding import INLINE, blocks
 
-__all__ = ["QuantizedArray", "block_size", "scale_dtype", "scale_shape"]
+__all__ = ["QuantizedArray", "scale_shape"]
 
 _NO_GRADIENT = (
     "the values of a QuantizedArray with straight_through are read by dequantize() and differentiated: its gradient is "
