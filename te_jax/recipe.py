@@ -21,8 +21,8 @@ from te_jax._core.arguments import as_dtype, as_flag, is_finite_number, is_whole
 from te_jax._core.types import E4M3, E5M2
 
 __all__ = [
-    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "MXFP8Scaling", "Product",
-    "Quantization", "Recipe", "Role", "RowwiseScaling", "Scaling", "advance", "merge",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "DelayedScalingState", "Fake", "MXFP8Scaling", "Product",
+    "ProductRecipes", "Quantization", "Recipe", "Role", "RowwiseScaling", "Scaling", "advance", "merge", "products",
 ]  # fmt: skip
 
 Role = Literal["activation", "kernel", "gradient"]
@@ -262,6 +262,105 @@ class DelayedScaling(Recipe):
         # A step of zeros tells nothing about the next.
         amax = history[jnp.argmax(history > 0)] if self.algorithm == "most_recent" else jnp.max(history)
         return jnp.minimum(amax * np.float32(2.0**self.margin), np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fake:
+    """A recipe whose values products read, but not its tensor cores: for experiments, on any GPU and on a CPU.
+
+    Operands are quantized and read back in the dtype of the layer's input, which XLA multiplies. It saves no time.
+
+    Args:
+      recipe: one without state.
+
+    Raises:
+      ValueError: recipe is none, or has a state.
+    """
+
+    recipe: Recipe
+
+    def __post_init__(self):
+        _validate_one_of_several("recipe", self.recipe)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductRecipes(Recipe):
+    """A recipe for each of the three products of a layer, from `products`.
+
+    `te_jax.ops.dense`, `einsum` and `gated_mlp` take it, and modules that call them. Other operations quantize an
+    operand once for all products, and refuse it.
+
+    Attributes:
+      forward: of x · kernel: how it reads x and the kernel; None multiplies them in the dtype of x.
+      dgrad: of dy · kernelᵀ.
+      wgrad: of xᵀ · dy.
+    """
+
+    forward: Recipe | Fake | None = None
+    dgrad: Recipe | Fake | None = None
+    wgrad: Recipe | Fake | None = None
+
+    # Each product has its own.
+    forward_dtype: jax.typing.DTypeLike = dataclasses.field(default=E4M3, init=False, repr=False, compare=False)
+    gradient_dtype: jax.typing.DTypeLike = dataclasses.field(default=E4M3, init=False, repr=False, compare=False)
+    fast_accumulation: tuple[Product, ...] = dataclasses.field(default=(), init=False, repr=False, compare=False)
+    power_of_two_scales: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        for product, recipe in self.by_product.items():
+            if recipe is not None and not isinstance(recipe, Fake):
+                _validate_one_of_several(product, recipe)
+        if not any(self.by_product.values()):
+            raise ValueError("forward, dgrad and wgrad are None; for a layer without FP8 pass recipe=None")
+
+    @property
+    def by_product(self) -> dict[Product, Recipe | Fake | None]:
+        """The recipes by product."""
+        return {"forward": self.forward, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    @property
+    def scalings(self) -> dict[Role, tuple[Scaling, Scaling]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """None: raises ValueError, since an operand has no scaling of its own."""
+        raise ValueError(
+            f"recipe is {self!r}; one recipe for all three products is needed here: those of products are for "
+            "te_jax.ops.dense, einsum and gated_mlp with plain arrays, and modules that call them"
+        )
+
+
+def products(
+    *, forward: Recipe | Fake | None = None, dgrad: Recipe | Fake | None = None, wgrad: Recipe | Fake | None = None
+) -> ProductRecipes:
+    """A recipe for each of the three products of a layer: FP8 here, 16 bits there, any scaling.
+
+    An operand that two products read by one recipe is quantized once for both.
+
+    Args:
+      forward: of x · kernel.
+      dgrad: of dy · kernelᵀ, the gradient of x.
+      wgrad: of xᵀ · dy, the gradient of the kernel. Each is a recipe without state, `Fake` of one, or None, which
+        multiplies in the dtype of x.
+
+    Raises:
+      ValueError: all are None, or one is no such recipe.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from te_jax import ops, recipe
+      >>> forward_only = recipe.products(forward=recipe.BlockScaling())
+      >>> ops.dense(jnp.ones((4, 32)), jnp.ones((32, 16)), recipe=forward_only).shape
+      (4, 16)
+    """
+    return ProductRecipes(forward, dgrad, wgrad)
+
+
+def _validate_one_of_several(name: str, recipe: object) -> None:
+    if isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"{name} is {recipe!r}, whose state belongs to all products of a layer; use CurrentScaling, or "
+            "DelayedScaling for the whole layer"
+        )
+    if not isinstance(recipe, Recipe) or isinstance(recipe, ProductRecipes):
+        raise ValueError(f"{name} is {recipe!r}; it must be one recipe, such as te_jax.recipe.CurrentScaling()")
 
 
 @functools.partial(

@@ -15,7 +15,7 @@ from te_jax._core.types import BLOCK
 from te_jax.layers import linear
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, Quantization, Recipe
+from te_jax.recipe import DelayedScaling, ProductRecipes, Quantization, Recipe
 
 Kind = Literal["rms", "layer"]
 
@@ -153,7 +153,7 @@ def handover(recipe: Recipe | None, x: Any, tensor: TensorAxis | None = None) ->
     where these do not divide the rows of an x [*rows, features] in several dimensions. Of devices that split the time
     each needs whole blocks; on other scales than those of blocks they agree when they gather x.
     """
-    if recipe is None or isinstance(recipe, DelayedScaling) or x.ndim < 2:
+    if recipe is None or isinstance(recipe, DelayedScaling | ProductRecipes) or x.ndim < 2:
         return None
     blocked = recipe.scalings["activation"][0].startswith("block")
     if tensor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, overload
 
 import jax
+import numpy as np
 from jax import Array
 
 from te_jax import native, sharding
@@ -23,6 +24,7 @@ from te_jax.ops.linear.arguments import (
     validate_plain,
 )
 from te_jax.ops.linear.local import Activation, LocalProducts, PlainProducts, multiplied_as_it_is, multiplied_in_fp8
+from te_jax.ops.linear.per_product import per_product
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
@@ -88,7 +90,8 @@ def dense(
         microbatches and whose gradient goes to wgrad_accumulator, or to its straight_through. Or several in a tuple,
         each with its own `out`, which share one quantized x (q, k and v; gate and up). dx is then the sum over them.
       bias: [*out], or None. If kernel is a tuple, then so are bias, wgrad_accumulator and scaling_state.
-      recipe: how to quantize; None multiplies in the dtype of x, by XLA.
+      recipe: how to quantize for all GEMMs or, with `te_jax.recipe.products`, for each; None multiplies in the dtype of
+        x, by XLA.
       contracting_ndim: number of dimensions in `in`.
       kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand.
       activation: None, "gelu" (tanh approximation), "relu" or "silu".
@@ -159,15 +162,10 @@ def dense(
         layer = PlainProducts(name=_NAME, recipe=None, implementation="reference", accumulate=accumulate, **options)
         ys = tuple(traced(multiplied_as_it_is, (layer, activation), plain, weight) for weight in weights)
     else:
-        layer = LocalProducts(
-            name=_NAME,
-            recipe=recipe,
-            implementation=implementation_for(implementation, recipe),
-            accumulate=accumulate,
-            state_axis=axis_names,
-            batch_ndim=x.ndim - int(contracting_ndim),
-            activation=activation,
-            **options,
+        options |= {"accumulate": accumulate, "state_axis": axis_names, "activation": activation}
+        options |= {"name": _NAME, "batch_ndim": x.ndim - int(contracting_ndim)}
+        layer = per_product(recipe, implementation, np.dtype(x.dtype), **options) or LocalProducts(
+            recipe=recipe, implementation=implementation_for(implementation, recipe), **options
         )
         ys = traced(multiplied_in_fp8, layer, *operands)
     return ys if several else ys[0]

@@ -31,7 +31,7 @@ from te_jax.ops.linear.local import LocalProducts
 from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
-from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName, regrouped
 
@@ -107,7 +107,7 @@ def gated_mlp(
     }
     several: dict[str, Any] = {"bias": bias, "wgrad_accumulator": wgrad_accumulator, "scaling_state": scaling_state}
     each = {name: one_for_each(name, values, 3, True) for name, values in several.items()}
-    if recipe is None or (isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"):
+    if recipe is None or isinstance(recipe, ProductRecipes) or _is_by_rows(recipe):
         values = {name: [value for _, value in named] for name, named in each.items()}
         gate, up = dense(x, tuple(kernel[:2]), **{name: tuple(v[:2]) for name, v in values.items()}, **options)
         h = gated_activation(gate, up, activation)
@@ -151,6 +151,10 @@ def gated_mlp(
     )
     weights = tuple(map(Weight, *(some.values() for some in (kernels, biases, accumulators, states))))
     return traced(_multiplied, (layer, activation), *reverse_mode_only((*split(x), weights), _REVERSE_MODE))
+
+
+def _is_by_rows(recipe: Any) -> bool:
+    return isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"
 
 
 def _multiplied(static: tuple[LocalProducts, Activation], x, x8, weights: tuple[Weight, ...]) -> Array:

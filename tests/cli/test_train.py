@@ -613,7 +613,10 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(out,
             "--offload is moments: choose activations, optimizer, activations,optimizer or none",
         ),
         (["--recipe", ""], "--recipe  is unknown: choose one of block"),
-        (["--head-recipe", "delayed"], "--head-recipe delayed is unknown: choose one of block, current, rowwise, mxfp8, none"),
+        (
+            ["--head-recipe", "delayed"],
+            "--head-recipe delayed is unknown: choose one of block, current, rowwise, mxfp8, none",
+        ),
         (["--fp8-logits"], "--fp8-logits needs a recipe of the output head: add --head-recipe"),
         (["--optimizer-state", "float32"], "--optimizer-state float32 is unknown: choose one of f32, bf16, fp8\n"),
         (

@@ -25,7 +25,15 @@ from ops.quantize_oracle import random_case as random_magnitudes
 
 from te_jax import checkpoint_policies, ops, parallel
 from te_jax.ops.experts_mlp import experts_mlp as fused_experts_mlp
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
+from te_jax.recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    ProductRecipes,
+    RowwiseScaling,
+    products,
+)
 
 # Tensor cores add products of FP8 up with about 14 bits: how devices share a sum shows.
 FP8_SUMS = 1e-3 if jax.default_backend() == "gpu" else None
@@ -946,7 +954,7 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
 
     delayed = isinstance(recipe, DelayedScaling)
     small = {"all-reduce": 8 + OUT * bias}  # largest magnitudes, and the gradient of the bias
-    if isinstance(recipe, RowwiseScaling | BlockScaling):
+    if isinstance(recipe, RowwiseScaling | BlockScaling | ProductRecipes):
         small = dict.fromkeys(("all-reduce", "all-gather"), 2 * (TOKENS + IN + OUT))
     # The gradient of the kernel goes to an accumulator.
     named = [name for name in draw(np.random.default_rng(0)) if name != "x" and not (accumulator and name == "kernel")]
@@ -1399,6 +1407,16 @@ OPERATIONS = [
         dense("mxfp8", MXFP8Scaling(), (*TENSOR, "fsdp of columns"), variant=True),
         left_to_xla=True,
         without={"derivatives_that_are_not_defined": "it has no native kernel, and the rule of rows that have"},
+    ),
+    dataclasses.replace(
+        dense("products, forward", products(forward=CURRENT), TENSOR, variant=True),
+        tolerance=(FORWARD, None),
+        policy=None,
+    ),
+    dataclasses.replace(
+        dense("products, gradients", products(dgrad=BlockScaling(), wgrad=CURRENT), TENSOR, variant=True),
+        tolerance=(None, GRADIENT * 1.15),
+        policy=None,
     ),
     dense("bias and gelu", CURRENT, TENSOR, bias=True, variant=True),
     dense("accumulator", CURRENT, (*TENSOR, *FSDP), accumulator=True, variant=True),

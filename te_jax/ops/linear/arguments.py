@@ -19,7 +19,17 @@ from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
 from te_jax.ops.operands import as_array, validate_quantized_array
 from te_jax.quantized import QuantizedArray, block_size
-from te_jax.recipe import CurrentScaling, DelayedScaling, MXFP8Scaling, Quantization, Recipe, Role, Scaling
+from te_jax.recipe import (
+    CurrentScaling,
+    DelayedScaling,
+    Fake,
+    MXFP8Scaling,
+    ProductRecipes,
+    Quantization,
+    Recipe,
+    Role,
+    Scaling,
+)
 from te_jax.sharding import as_axis_names
 
 Operand = jax.typing.ArrayLike | QuantizedArray
@@ -76,6 +86,14 @@ def implementation_for(
             f"recipe is {recipe!r}, and no FP8 product for it runs on {native.device_name()}: {error}. Use "
             f"{', or '.join(ways)}"
         ) from None
+
+
+def recipes_of(recipe: Recipe) -> list[Recipe]:
+    """The recipe, or those of products."""
+    if not isinstance(recipe, ProductRecipes):
+        return [recipe]
+    several = (of.recipe if isinstance(of, Fake) else of for of in recipe.by_product.values())
+    return [one for one in several if one is not None]
 
 
 def _multiplies(scaling: Scaling, by_xla: bool) -> bool:
@@ -209,6 +227,13 @@ def validate_fp8(
     x: Any, name: str, kernel: Any, shape: Shape, recipe: Any, label: str, state: Any, kernel_contracting: Any
 ) -> None:
     fp8.validate_recipe(recipe)
+    if isinstance(recipe, ProductRecipes):
+        for label_of, array in (("x", x), (name, kernel)):
+            if isinstance(array, QuantizedArray):
+                raise ValueError(
+                    f"{label_of} is a QuantizedArray, and recipe is {recipe!r}, by which each product quantizes: pass "
+                    f"{label_of} unquantized"
+                )
     for side, sizes in (("in", shape.inner), ("out", shape.outer)):
         if math.prod(sizes) % FP8_ALIGNMENT:
             raise ValueError(
@@ -270,6 +295,8 @@ def has_blocks(recipe: Recipe) -> bool:
 
 
 def _block_of(recipe: Recipe) -> int:
+    if isinstance(recipe, ProductRecipes):
+        return max(_block_of(one) for one in recipes_of(recipe))
     return block_size(recipe.scalings["activation"][0])
 
 

@@ -87,16 +87,16 @@ class LocalProducts(Products):
 
     def gemm(self, product: Product, lhs: QuantizedArray, rhs: QuantizedArray, **options: Any) -> Any:
         """One of the three products: "forward" x · kernel, "dgrad" dy · kernelᵀ, "wgrad" xᵀ · dy or dyᵀ · x."""
+        fast, contracting = self.fp8.is_fast(product), self.contracting(product)
+        return gemm(lhs, rhs, fast_accumulation=fast, implementation=self.implementation, **contracting, **options)
+
+    def contracting(self, product: Product) -> dict[str, Any]:
+        """Over which dimensions of both operands a product sums."""
         rows_summed = self.kernel_contracting == ("last" if product == "dgrad" else "first") or product == "wgrad"
-        return gemm(
-            lhs,
-            rhs,
-            lhs_contracting="rows" if product == "wgrad" else "cols",
-            rhs_contracting="rows" if rows_summed else "cols",
-            fast_accumulation=self.fp8.is_fast(product),
-            implementation=self.implementation,
-            **options,
-        )
+        return {
+            "lhs_contracting": "rows" if product == "wgrad" else "cols",
+            "rhs_contracting": "rows" if rows_summed else "cols",
+        }
 
     def forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated: bool):
         product = functools.partial(self._result, x8, keep=differentiated and self.gelu_is_fused)
@@ -136,7 +136,7 @@ class LocalProducts(Products):
             options["rhs_contracting"] = "rows" if self.kernel_contracting == "last" else "cols"
             return layout.apply(gemm_sum(pairs, **options)), dy8s
         products = (layout.apply(self.gemm("dgrad", *pair, out_dtype=layout.dtype)) for pair in pairs)
-        return _sum(*products), dy8s
+        return total(*products), dy8s
 
     def wgrads(self, x8, dy8s, group=None):
         sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
@@ -148,13 +148,13 @@ class LocalProducts(Products):
         every layer."""
         if accumulator is None:
             return self.gemm("wgrad", lhs, rhs, out_dtype=out_dtype)
-        groups = lhs.shape[lhs.row_ndim :], rhs.shape[rhs.row_ndim :]
+        groups = lhs.shape[self.batch_ndim :], rhs.shape[self.batch_ndim :]
         own = split_in_two(accumulator.shape, math.prod(groups[0]))
         accumulator = regrouped(accumulator, own, groups)
         return regrouped(self.gemm("wgrad", lhs, rhs, accumulator=accumulator, accumulate=accumulate), groups, own)
 
 
-def _sum(first: Array, *more: Array) -> Array:
+def total(first: Array, *more: Array) -> Array:
     """Their sum in float32, rounded once."""
     if not more:
         return first
@@ -163,8 +163,8 @@ def _sum(first: Array, *more: Array) -> Array:
 
 def multiplied_in_fp8(layer: LocalProducts, x, x8, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
     """`linear` with groups of dimensions in forms that FP8 products take, and back."""
-    like, recipe = x if x8 is None else x8, layer.recipe
-    assert recipe is not None
+    like = x if x8 is None else x8
+    recipe: Any = getattr(layer, "recipes", layer.recipe)
     shapes = [Shape.of(like, "kernel", w.kernel, layer.contracting_ndim, layer.kernel_contracting) for w in weights]
     layouts = layer.layouts(like, (weight.kernel for weight in weights))  # merging dimensions may gather what was split
     whole_batch, whole_inner, _ = shapes[0]
