@@ -10,8 +10,9 @@ Implementations, for each recipe: `te_jax_current` (all sums stay inside the ten
 gradients float32 takes over sums every 128 values, the recipe's default), `te_jax_current_once` (the kernel comes
 quantized, as for all but the first of several microbatches, and its gradient is written into a buffer that is
 donated); likewise `te_jax_delayed…`, whose state advances, and `te_jax_rowwise…`; `te_jax_block` and
-`te_jax_block_once` always split. `jnp` is a bfloat16 dot with JAX's own derivative, and `flax_fp8` Flax's own
-`Fp8DirectDotGeneralOp`: delayed scaling, whose state advances.
+`te_jax_block_once` always split. `te_jax_xla` is `te_jax_current` by XLA, as on GPUs without te_jax's products. `jnp`
+is a bfloat16 dot with JAX's own derivative, and `flax_fp8` Flax's own `Fp8DirectDotGeneralOp`: delayed scaling, whose
+state advances.
 
 No time is reported for a result outside the error bounds: 64 rows of y and of either gradient are compared with float64
 arithmetic on the values before quantization.
@@ -43,7 +44,7 @@ from benchmarks.harness import (
     run_operation,
     temporary_bytes,
 )
-from te_jax import ops
+from te_jax import native, ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe, RowwiseScaling
 
 OPERATIONS = ("forward", "forward_backward")
@@ -64,11 +65,14 @@ class _Variant:
       recipe: how to quantize.
       once: whether the kernel comes quantized.
       operations: in which it takes part.
+      implementation: of te_jax's operations. Never None: where the kernels are not loaded that would publish the
+        reference under their name.
     """
 
     recipe: Recipe
     once: bool = False
     operations: tuple[str, ...] = OPERATIONS
+    implementation: native.Implementation = "native"
 
 
 def _variants(name: str, kind: type[Recipe]) -> dict[str, _Variant]:
@@ -86,6 +90,7 @@ VARIANTS = {
     **_variants("rowwise", RowwiseScaling),
     "te_jax_block": _Variant(BlockScaling()),
     "te_jax_block_once": _Variant(BlockScaling(), once=True),
+    "te_jax_xla": _Variant(CurrentScaling(fast_accumulation=_ALL), implementation="xla"),
 }
 PEERS = ("jnp", "flax_fp8")
 IMPLEMENTATIONS = (*VARIANTS, *PEERS)
@@ -213,8 +218,7 @@ def _build_flax(name: str, operation: str, inputs: _Inputs) -> Candidate:
 def _build_te_jax(name: str, operation: str, inputs: _Inputs) -> Candidate:
     variant = VARIANTS[name]
     recipe = variant.recipe
-    # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
-    dense = functools.partial(ops.dense, recipe=recipe, implementation="native")
+    dense = functools.partial(ops.dense, recipe=recipe, implementation=variant.implementation)
     state = _state(recipe, inputs)
 
     def forward(x: jax.Array, kernel: Any, dy: jax.Array, state: DelayedScalingState | None) -> dict[str, jax.Array]:

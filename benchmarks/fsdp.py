@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import flax_models, fsdp_torch, shapes, step
 from benchmarks.collective_matmul import too_few
 from benchmarks.harness import CaseResult, Family, Headline, Timing, problem, reason_of
-from te_jax import models
+from te_jax import models, native
 from te_jax.models import DecoderConfig, TensorParallel
 from te_jax.models.parallel import operand_specs
 from te_jax.parallel import FSDP, context_order, shard_specs
@@ -152,13 +152,13 @@ class Shared(Sharded):
         assert self.config is not None
         return models.param_specs(self.config, self.parallel)
 
-    def loss(self, config: DecoderConfig) -> Callable[..., jax.Array]:
-        return models.parallel_loss(self.mesh, config, self.parallel, implementation="native")
+    def loss(self, config: DecoderConfig, implementation: native.Implementation) -> Callable[..., jax.Array]:
+        return models.parallel_loss(self.mesh, config, self.parallel, implementation=implementation)
 
-    def requantize(self, config: DecoderConfig) -> Any:
+    def requantize(self, config: DecoderConfig, implementation: native.Implementation) -> Any:
         if config.recipe is None or self.mesh.shape[REPLICA] > 1:
             return None
-        return models.requantize(config, parallel=self.parallel, implementation="native")
+        return models.requantize(config, parallel=self.parallel, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ Implementations:
 - te_jax_block, te_jax_current, te_jax_delayed: with a recipe. Norms hand x over in FP8 (not with delayed scaling) and
   add the residual, query, key and value share x, as gate and up do, and the MLP is `ops.gated_mlp`. All quantization is
   inside the clock.
+- te_jax_xla: te_jax_current by XLA, as on GPUs without te_jax's products.
 - te_jax_block_once, te_jax_current_once: kernels come quantized, as for all but the first of several microbatches, and
   their gradients are written in float32 into buffers that are donated.
 
@@ -45,7 +46,7 @@ from benchmarks.harness import (
     temporary_bytes,
 )
 from benchmarks.transformer import errors_of
-from te_jax import ops
+from te_jax import native, ops
 from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.layers.norm import handover
 from te_jax.ops.linear.kernels import quantize_kernel
@@ -64,10 +65,11 @@ Parameters = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Variant:
-    """How te_jax runs a layer: with which recipe, and whether kernels come quantized."""
+    """How te_jax runs a layer: with which recipe, whether kernels come quantized, and by which implementation."""
 
     recipe: Recipe | None
     once: bool = False
+    implementation: native.Implementation = "native"
 
 
 VARIANTS = {
@@ -77,6 +79,7 @@ VARIANTS = {
     "te_jax_current": _Variant(CurrentScaling(fast_accumulation=_FAST)),
     "te_jax_current_once": _Variant(CurrentScaling(fast_accumulation=_FAST), once=True),
     "te_jax_delayed": _Variant(DelayedScaling(fast_accumulation=_FAST)),
+    "te_jax_xla": _Variant(CurrentScaling(fast_accumulation=_FAST), implementation="xla"),
 }
 PEERS = ("bf16", "flax_fp8")
 IMPLEMENTATIONS = (*PEERS, *VARIANTS)
@@ -160,8 +163,16 @@ def _drawn(case: shapes.LayerShape, operation: str) -> tuple[Parameters, jax.Arr
 class Plain:
     """Plain JAX. What is kept between steps, `state`, is empty."""
 
-    def __init__(self, parameters: Parameters, state: Any, recipe: Recipe | None = None):
+    # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
+    def __init__(
+        self,
+        parameters: Parameters,
+        state: Any,
+        recipe: Recipe | None = None,
+        implementation: native.Implementation = "native",
+    ):
         self.parameters, self.state, self.recipe = parameters, state, recipe
+        self.implementation: native.Implementation = implementation
 
     def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
         total = x if residual is None else x + residual
@@ -197,7 +208,7 @@ class _TeJax(Plain):
     def norm(self, x: jax.Array, name: str, residual: jax.Array | None = None) -> tuple[Any, jax.Array]:
         found = ops.rms_norm(
             x, self.parameters[name], epsilon=_EPSILON, residual=residual, quantization=handover(self.recipe, x),
-            implementation="native",
+            implementation=self.implementation,
         )  # fmt: skip
         return (found, x) if residual is None else found
 
@@ -214,14 +225,13 @@ class _TeJax(Plain):
         def of(values: Any) -> Any:
             return None if values is None else tuple(values[name] for name in names)
 
-        # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
         return {
             "kernel": of(self.parameters),
             "recipe": self.recipe,
             "wgrad_accumulator": of(self.state.get("accumulators")),
             "accumulate": False,
             "scaling_state": of(self.state.get("scaling")),
-            "implementation": None if self.recipe is None else "native",
+            "implementation": None if self.recipe is None else self.implementation,
         }
 
 
@@ -254,7 +264,7 @@ def _build(
         # x of a norm or an activation is below 16, and so are gradients that a network of unit variance sends back.
         state = {key: flax_fp8.state(16.0, _largest(parameters[key]), 16.0) for key in kernels}
     if variant is not None:
-        kind = functools.partial(_TeJax, recipe=variant.recipe)
+        kind = functools.partial(_TeJax, recipe=variant.recipe, implementation=variant.implementation)
         if isinstance(variant.recipe, DelayedScaling):
             state["scaling"] = {key: _scaling_state(variant.recipe, parameters[key]) for key in kernels}
         if variant.once and variant.recipe is not None:

@@ -14,6 +14,7 @@ layers between. Implementations:
 - te_jax: `te_jax.models.loss` without a recipe, and `te_jax.optim.adamw` with moments in bfloat16.
 - te_jax_block, te_jax_current, te_jax_delayed: the same with a recipe. The optimizer quantizes kernels once a step
   (`te_jax.optim.Requantize`); their FP8 copies are part of the state.
+- te_jax_xla: te_jax_current by XLA, as on GPUs without te_jax's products.
 - te_jax_block_fp8_head: te_jax_block with the gradients of the head in FP8 (`DecoderConfig.head_recipe`).
 - te_jax_block_bf16_params: te_jax_block_fp8_head with parameters in bfloat16, the rest of the float32 numbers in int16
   beside the moments (`te_jax.optim.adamw(master_dtype="int16")`), and gradients in bfloat16. Those of several
@@ -65,7 +66,7 @@ from benchmarks.harness import (
 )
 from benchmarks.moe import plain_experts
 from benchmarks.profile import traced
-from te_jax import models, optim
+from te_jax import models, native, optim
 from te_jax._core.devices import bf16_peak
 from te_jax.layers import Router, accumulate_gradients
 from te_jax.models import DecoderConfig
@@ -105,6 +106,8 @@ class Variant:
       head_fp8_products: of the products that it quantizes.
       master_dtype: of what completes bfloat16 parameters; None for float32 ones.
       offload: what blocks keep in host memory.
+      implementation: of te_jax's operations. Never None: where the kernels are not loaded that would publish the
+        reference under their name.
     """
 
     recipe: Recipe | None
@@ -113,6 +116,7 @@ class Variant:
     head_fp8_products: tuple[Product, ...] = ("dgrad", "wgrad")
     master_dtype: str | None = None
     offload: Offload | None = None
+    implementation: native.Implementation = "native"
 
 
 _OFFLOAD = Offload(names=[LAYER_INPUT, "te_attention_operand", "te_attention_output"])
@@ -128,6 +132,7 @@ VARIANTS = {
     "te_jax_block_float32_moments": Variant(BlockScaling(), moments="float32"),
     "te_jax_current": Variant(CurrentScaling(fast_accumulation=_ALL)),
     "te_jax_delayed": Variant(DelayedScaling(fast_accumulation=_ALL)),
+    "te_jax_xla": Variant(CurrentScaling(fast_accumulation=_ALL), implementation="xla"),
 }
 FORMS = {"bf16": ("bf16", "bf16_scan"), "flax_fp8": ("flax_fp8", "flax_fp8_scan")}
 """The forms of a peer, of which the fastest counts."""
@@ -159,18 +164,17 @@ class OneDevice:
         """Gradients of all parameters."""
         return gradients
 
-    def loss(self, config: DecoderConfig) -> Callable[..., jax.Array]:
+    def loss(self, config: DecoderConfig, implementation: native.Implementation) -> Callable[..., jax.Array]:
         """te_jax's (params, tokens, targets, scaling state) → loss."""
 
-        # Never implementation=None: where the kernels are not loaded that would publish the reference under their name.
         def loss(params: Any, tokens: jax.Array, targets: jax.Array, scaling: Any) -> jax.Array:
-            return models.loss(params, tokens, targets, config, scaling, implementation="native")
+            return models.loss(params, tokens, targets, config, scaling, implementation=implementation)
 
         return loss
 
-    def requantize(self, config: DecoderConfig) -> Any:
+    def requantize(self, config: DecoderConfig, implementation: native.Implementation) -> Any:
         """Which kernels the optimizer quantizes."""
-        return None if config.recipe is None else models.requantize(config, implementation="native")
+        return None if config.recipe is None else models.requantize(config, implementation=implementation)
 
     def shardings(self, state: State) -> Any:
         """Those of a train state or of the part that has its parameters."""
@@ -554,7 +558,7 @@ def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDev
         head_fp8_products=variant.head_fp8_products,
         offload=variant.offload,
     )
-    how, loss_of = on.requantize(config), on.loss(config)
+    how, loss_of = on.requantize(config, variant.implementation), on.loss(config, variant.implementation)
     optimizer = optim.adamw(
         RATE, mu_dtype=variant.moments, nu_dtype=variant.moments, master_dtype=variant.master_dtype, **ADAMW
     )
