@@ -34,9 +34,9 @@ endforeach()
 set(problem "")
 if(cuda_major LESS 13)
   set(problem "the CUDA compiler is of ${CMAKE_CUDA_COMPILER_VERSION}, and te_jax needs CUDA 13, as jax[cuda13] does")
-elseif(NOT CMAKE_CUDA_ARCHITECTURES MATCHES "^90a(-real|-virtual)?$")
-  set(problem "CMAKE_CUDA_ARCHITECTURES is '${CMAKE_CUDA_ARCHITECTURES}', and the kernels are made of instructions that \
-only 90a has: leave it out")
+elseif(NOT CMAKE_CUDA_ARCHITECTURES MATCHES "^(;?(9|1[0-9])[0-9][af]?(-real|-virtual)?)+$")
+  set(problem "CMAKE_CUDA_ARCHITECTURES is '${CMAKE_CUDA_ARCHITECTURES}', and the kernels use instructions of 90 and later: \
+leave it out")
 elseif(missing)
   list(JOIN missing ", " missing)
   set(problem "not found: ${missing}. Install the CUDA toolkit's cuBLAS development files, or: \
@@ -47,14 +47,30 @@ if(problem AND TE_JAX_CUDA STREQUAL "ON")
 elseif(problem)
   message(WARNING "te_jax: building the CPU extension only: ${problem}")
 else()
+  # Matrix products use instructions that only 9.0 has. The other kernels run there and, from PTX, which the driver
+  # compiles, on later GPUs.
+  set(product_architectures 90a-real)
   file(GLOB cuda_kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda_ext/*/*.cu)
   list(REVERSE cuda_kernels)  # those that compile longest come late in the alphabet
+  set(product_kernels ${cuda_kernels})
+  list(FILTER product_kernels INCLUDE REGEX "gemm/[^/]*$")
+  list(REMOVE_ITEM cuda_kernels ${product_kernels})
+  add_library(te_jax_products OBJECT ${product_kernels})
+  set_target_properties(te_jax_products PROPERTIES CUDA_ARCHITECTURES "${product_architectures}"
+                                                   POSITION_INDEPENDENT_CODE ON)
   te_jax_extension(_te_cuda cuda_ext/module_cuda.cc ${handlers} ${cuda_kernels})
-  # As with XLA's own kernels, the runtime is a shared library that te_jax.native finds before it loads this module.
-  set_target_properties(_te_cuda PROPERTIES CUDA_RUNTIME_LIBRARY None CUDA_VISIBILITY_PRESET hidden)
-  target_include_directories(_te_cuda SYSTEM PRIVATE ${cuda_runtime_h_DIRECTORY} ${cublasLt_h_DIRECTORY})
-  target_link_libraries(_te_cuda PRIVATE ${cudart_LIBRARY} ${cublasLt_LIBRARY})
-  target_compile_definitions(_te_cuda PRIVATE TE_JAX_CUDA TE_JAX_CUDA_ARCHITECTURES="${CMAKE_CUDA_ARCHITECTURES}")
-  target_compile_options(_te_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -lineinfo>)
-  message(STATUS "te_jax: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}, ${cublasLt_LIBRARY}")
+  foreach(target te_jax_products _te_cuda)
+    # As with XLA's own kernels, the runtime is a shared library that te_jax.native finds before it loads this module.
+    set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY None CUDA_VISIBILITY_PRESET hidden)
+    target_include_directories(${target} PRIVATE cuda_ext)
+    target_include_directories(${target} SYSTEM PRIVATE ${cuda_runtime_h_DIRECTORY} ${cublasLt_h_DIRECTORY})
+    target_compile_definitions(${target} PRIVATE TE_JAX_CUDA)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -lineinfo>)
+  endforeach()
+  target_link_libraries(_te_cuda PRIVATE te_jax_products ${cudart_LIBRARY} ${cublasLt_LIBRARY})
+  list(JOIN CMAKE_CUDA_ARCHITECTURES ", " architectures)  # definitions hold no semicolon
+  target_compile_definitions(_te_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="${architectures}"
+                                              TE_JAX_CUDA_PRODUCT_ARCHITECTURES="${product_architectures}")
+  message(STATUS "te_jax: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${architectures} (products: ${product_architectures}), "
+                 "${cublasLt_LIBRARY}")
 endif()

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "collective_gemm/module.h"
+#include "common/block_limits.h"
 #include "common/module.h"
 #include "offload/offload.h"
 
@@ -18,6 +19,7 @@ std::string Version(int64_t packed, int64_t major_unit, int64_t minor_unit) {
 nb::dict Build() {
   nb::dict facts = te::BuildFacts();
   facts["cuda architectures"] = TE_JAX_CUDA_ARCHITECTURES;
+  facts["cuda architectures of products"] = TE_JAX_CUDA_PRODUCT_ARCHITECTURES;
   facts["cuda headers"] = Version(CUDART_VERSION, 1000, 10);
   int version = 0;
   if (cudaRuntimeGetVersion(&version) == cudaSuccess) facts["cuda runtime"] = Version(version, 1000, 10);
@@ -48,6 +50,14 @@ nb::list PeerAccess() {
   return rows;
 }
 
+// (bytes of shared memory of a thread block, whether there are clusters), as kernels of the current GPU choose by them.
+nb::tuple BlockLimits() {
+  int bytes = 0;
+  bool clusters = false;
+  if (!te::CountSharedBytes(&bytes).ok() || !te::HasClusters(&clusters).ok()) return nb::make_tuple(0, false);
+  return nb::make_tuple(bytes, clusters);
+}
+
 }  // namespace
 
 NB_MODULE(_te_cuda, module) {
@@ -56,4 +66,5 @@ NB_MODULE(_te_cuda, module) {
   module.def("disturb_offload", &te::offload::Disturb);
   module.def("build", &Build);
   module.def("peer_access", &PeerAccess);
+  module.def("block_limits", &BlockLimits);
 }

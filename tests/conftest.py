@@ -215,7 +215,7 @@ def native_kernels():
 
 @pytest.fixture
 def report_gpus(monkeypatch, native_kernels):
-    """report_gpus("8.9") lets te_jax see a GPU of that compute capability, beside an extension compiled for 9.0.
+    """report_gpus("8.9") lets te_jax see a GPU of that compute capability, beside an extension of the default build.
 
     Its native kernels are those of the CPU. Several capabilities are those of several GPUs.
     """
@@ -229,7 +229,8 @@ def report_gpus(monkeypatch, native_kernels):
         monkeypatch.setattr(extension, "_gpus", lambda: tuple((f"GPU {c}", c) for c in capabilities))
 
     module, state = extension._load("cpu")
-    cuda = dataclasses.replace(state, platform="cuda", build={**state.build, "cuda architectures": "90a-real"})
+    build = {**state.build, "cuda architectures": "90-real, 90-virtual"}
+    cuda = dataclasses.replace(state, platform="cuda", build=build)
     load = {"cpu": (module, state), "cuda": (module, cuda)}.__getitem__
     monkeypatch.setattr(extension, "_load", load)
     yield report

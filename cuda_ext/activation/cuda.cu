@@ -82,9 +82,11 @@ __device__ __forceinline__ float ApplyToVectors(const Function& function, uint4 
   return sum;
 }
 
-// What ComputeTiles runs: slots are gate, up where gated, dy backward.
+// What ComputeTiles runs: tiles are gate, up where gated, dy backward.
 template <bool kBackward, bool kWeighted>
 struct Activate {
+  static constexpr int kMostInputs = kBackward ? 3 : 2;
+
   Function function;
   bool gated;
   // If weighted.
@@ -93,8 +95,8 @@ struct Activate {
   const float* weights;
   float* weight_sums;  // backward
 
-  template <typename T>
-  __device__ __forceinline__ void operator()(const Tile& tile, const Place<T>& place, Slot<T>* slots) const {
+  template <typename T, typename Tiles>
+  __device__ __forceinline__ void operator()(const Tile& tile, const Place<T>& place, const Tiles& tiles) const {
     Dispatch(function.kind, gated, [&]<Kind kKind, bool kGated>() {
       constexpr int kInputs = 1 + kGated + kBackward, kResults = kBackward ? kInputs : 1;
 #pragma unroll 2
@@ -109,10 +111,10 @@ struct Activate {
           const int vector = v * kAcross + place.across;
           uint4 vectors[kMostTiles];
 #pragma unroll
-          for (int i = 0; i < kInputs; ++i) vectors[i] = slots[i].values[row][vector];
+          for (int i = 0; i < kInputs; ++i) vectors[i] = tiles.Get(i, row, vector);
           sum += ApplyToVectors<T, kKind, kGated, kBackward, kWeighted>(function, vectors, weight);
 #pragma unroll
-          for (int i = 0; i < kResults; ++i) slots[i].values[row][vector] = vectors[i];
+          for (int i = 0; i < kResults; ++i) tiles.Set(i, row, vector, vectors[i]);
         }
         if constexpr (kWeighted && kBackward) {
 #pragma unroll

@@ -15,18 +15,21 @@ inline Status Check(cudaError_t error, const char* what) {
   std::string message = std::string(what) + ": " + cudaGetErrorString(error);
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     message +=
-        "; te_jax's CUDA kernels are for GPUs of compute capability 9.0 (H100, H200), and the program that calls them "
-        "was made for one: export it for this GPU with implementation='xla' or 'reference'";
+        "; te_jax's CUDA kernels are for GPUs of compute capability 9.0 and later, those of matrix products for 9.0 "
+        "alone (H100, H200), and the program that calls them was made for another GPU: export it for this one with "
+        "implementation='xla' or 'reference'";
   }
   return Status::Failed(message);
 }
 
-// Counts those of the current device.
-inline Status CountMultiprocessors(int* count) {
+// An attribute of the current device.
+inline Status GetAttribute(cudaDeviceAttr attribute, int* value) {
   int device = 0;
   if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;
-  return Check(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return Check(cudaDeviceGetAttribute(value, attribute, device), "cudaDeviceGetAttribute");
 }
+
+inline Status CountMultiprocessors(int* count) { return GetAttribute(cudaDevAttrMultiProcessorCount, count); }
 
 // The device is current while this lives.
 class ScopedDevice {

@@ -1,12 +1,17 @@
 // Kernels that compute tiles and leave them in FP8: a thread block loads its tile of 128 × 128 values of up to three
 // inputs by TMA, computes up to three results over them in shared memory, and encodes one after another with
 // EncodeTile, whose codes take the place of the values. The stores of one result run while the next is encoded.
+//
+// Tiles of two inputs of float32, or of three of any type, are more than the 99 KB that some GPUs have (compute
+// capability 12.0). There the results take turns in one tile of shared memory, and threads read the inputs from the L2
+// cache again for each.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>
 
+#include "common/block_limits.h"
 #include "common/dependent_launch.cuh"
 #include "common/tma.cuh"
 #include "common/vector.cuh"
@@ -93,7 +98,57 @@ __device__ __forceinline__ void EncodeScaled(const TensorMaps& maps, const Resul
   }
 }
 
-// compute(tile, place, slots) computes the values that a thread owns in every slot, from those that it owns there.
+template <typename T, int kBlocks>
+__device__ __forceinline__ void EncodeAny(const TileJob& job, int i, const Tile& tile, Slot<T>& slot,
+                                          Scratch<T>& scratch) {
+  const ResultTile& result = job.result[i];
+  if (result.format == Fp8::kE4M3) {
+    EncodeScaled<T, kBlocks, E4M3>(job.result_maps[i], result, tile, slot, scratch);
+  } else {
+    EncodeScaled<T, kBlocks, E5M2>(job.result_maps[i], result, tile, slot, scratch);
+  }
+}
+
+// The tiles in shared memory, where results take the place of inputs: vectors of a row of tile `i`.
+template <typename T>
+struct TilesInSlots {
+  Slot<T>* slots;
+
+  __device__ __forceinline__ uint4 Get(int i, int row, int vector) const { return slots[i].values[row][vector]; }
+  __device__ __forceinline__ void Set(int i, int row, int vector, const uint4& bits) const {
+    slots[i].values[row][vector] = bits;
+  }
+};
+
+// Inputs in memory, with zeros outside of the matrix; of the results only one is kept.
+template <typename T>
+struct TilesInMemory {
+  const TileJob& job;
+  const Tile& tile;
+  Slot<T>& slot;
+  int kept;
+
+  __device__ __forceinline__ uint4 Get(int i, int row, int vector) const {
+    constexpr int kCount = Words<T>::kPerVector;
+    const Shape& shape = job.shape;
+    const int first_row = tile.row * kTile + row, first_col = tile.col * kTile + vector * kCount;
+    uint4 bits = make_uint4(0, 0, 0, 0);
+    if (first_row >= shape.rows) return bits;
+    const T* from =
+        static_cast<const T*>(job.input[i]) + tile.Example(shape) + RowOffset(first_row, shape.cols) + first_col;
+    if (shape.aligned) return first_col < shape.cols ? *reinterpret_cast<const uint4*>(from) : bits;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (first_col + j < shape.cols) reinterpret_cast<T*>(&bits)[j] = from[j];
+    }
+    return bits;
+  }
+  __device__ __forceinline__ void Set(int i, int row, int vector, const uint4& bits) const {
+    if (i == kept) slot.values[row][vector] = bits;
+  }
+};
+
+// compute(tile, place, tiles) computes the values that a thread owns in every tile, from those that it owns there.
 template <typename T, int kBlocks, typename Compute>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     ComputeTiles(const __grid_constant__ TileJob job, const __grid_constant__ Compute compute) {
@@ -133,16 +188,29 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
   }
-  compute(tile, place, slots);
+  compute(tile, place, TilesInSlots<T>{slots});
   for (int i = 0; i < job.results; ++i) {
-    const ResultTile& result = job.result[i];
-    if (result.format == Fp8::kE4M3) {
-      EncodeScaled<T, kBlocks, E4M3>(job.result_maps[i], result, tile, slots[result.slot], after.scratch);
-    } else {
-      EncodeScaled<T, kBlocks, E5M2>(job.result_maps[i], result, tile, slots[result.slot], after.scratch);
-    }
+    EncodeAny<T, kBlocks>(job, i, tile, slots[job.result[i].slot], after.scratch);
   }
   if (threadIdx.x == 0) BulkWaitRead();
+}
+
+// The same with one slot, in which results take turns.
+template <typename T, int kBlocks, typename Compute>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    ComputeTilesInTurn(const __grid_constant__ TileJob job, const __grid_constant__ Compute compute) {
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  Slot<T>& slot = *reinterpret_cast<Slot<T>*>(dynamic);
+  AfterSlots<T>& after = *reinterpret_cast<AfterSlots<T>*>(&slot + 1);
+  const Tile tile = FindTile(job.shape, gridDim.x - 1 - blockIdx.x);
+  const Place<T> place(tile);
+  WaitForPrimary();
+  for (int i = 0; i < job.results; ++i) {
+    compute(tile, place, TilesInMemory<T>{job, tile, slot, job.result[i].slot});
+    EncodeAny<T, kBlocks>(job, i, tile, slot, after.scratch);
+    if (threadIdx.x == 0) BulkWaitRead();
+    __syncthreads();  // codes have left the slot
+  }
 }
 
 // Collects the inputs and results of a launch.
@@ -208,6 +276,14 @@ class TileLaunch {
       if (job_.shape.aligned) described &= DescribeCopies<T>(job_.result[i].arguments, &job_.result_maps[i]);
     }
     if (!described) return Status::Failed("cuTensorMapEncodeTiled refuses an input or a copy of a result");
+    if constexpr (SharedBytes<T>(Compute::kMostInputs) > kLeastSharedBytes) {
+      int most = 0;
+      if (Status s = CountSharedBytes(&most); !s.ok()) return s;
+      if (SharedBytes<T>(job_.inputs) > most) {
+        return LaunchBlocks<ComputeTilesInTurn<T, kBlocks, Compute>, SharedBytes<T>(1)>(
+            stream, job_.shape.Tiles(), SharedBytes<T>(1), job_, compute);
+      }
+    }
     return LaunchBlocks<ComputeTiles<T, kBlocks, Compute>, SharedBytes<T>(kMostTiles)>(
         stream, job_.shape.Tiles(), SharedBytes<T>(job_.inputs), job_, compute);
   }

@@ -9,8 +9,10 @@
 // read it at about the same time, and all but the first of them find it in the L2 cache.
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
+#include "common/block_limits.h"
 #include "common/copy_async.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/vector.cuh"
@@ -40,6 +42,14 @@ struct GatheredShared {
   uint4 vectors[kPatch * Words<T>::kVectors][kThreads];  // each thread reads those that it has copied
   Scratch<T> scratch;
   int32_t rows[kTile];  // of the table; -1 for none
+};
+
+template <>
+struct GatheredShared<float> {
+  Staged<float> staged;
+  Scratch<float> scratch;
+  int32_t rows[kTile];
+  alignas(128) uint4 vectors[kPatch * Words<float>::kVectors][kThreads];  // left out where they do not fit
 };
 
 // Tiles side by side.
@@ -129,16 +139,23 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
 }
 
 template <typename T, typename F, typename M>
-Status Launch(cudaStream_t stream, const Arguments& arguments, const Source& source) {
+Status Launch(cudaStream_t stream, Arguments arguments, const Source& source) {
+  int most = 0;
+  if (Status s = CountSharedBytes(&most); !s.ok()) return s;
+  constexpr int kBytes = sizeof(GatheredShared<T>);
+  constexpr int kLeastBytes = sizeof(T) == 4 ? offsetof(GatheredShared<T>, vectors) : kBytes;
+  static_assert(kLeastBytes <= kLeastSharedBytes);
+  // Else values one by one, as if they were not aligned: slow, but only products that 9.0 alone has read gathered rows.
+  const bool fits = kBytes <= most;
+  arguments.shape.aligned &= fits;
   TensorMaps maps{};
   const Shape& shape = arguments.shape;
   if (shape.aligned && !DescribeCopies<T>(arguments, &maps)) {
     return Status::Failed("cuTensorMapEncodeTiled refuses a copy of x");
   }
   const int64_t runs = (shape.TilesAcross() - 1) / source.run + 1;
-  constexpr int kBytes = sizeof(GatheredShared<T>);
   return LaunchBlocks<QuantizeGatheredTiles<T, F, M>, kBytes>(stream, int64_t{shape.count} * shape.TilesDown() * runs,
-                                                              kBytes, maps, arguments, source);
+                                                              fits ? kBytes : kLeastBytes, maps, arguments, source);
 }
 
 }  // namespace

@@ -42,6 +42,7 @@ struct Arguments {
   const void* x;
   Shape shape;
   bool power_of_two_scales;
+  bool tile_fits;  // into shared memory, beside its codes; a tile of 16-bit values always does
   uint8_t* data;
   uint8_t* transposed;
   float* column_sums;
@@ -71,6 +72,14 @@ struct Shared {
   alignas(128) TileVectors<T> tile;
   Scratch<T> scratch;
   uint64_t barrier;
+};
+
+template <>
+struct Shared<float> {
+  Staged<float> staged;
+  Scratch<float> scratch;
+  uint64_t barrier;
+  alignas(128) TileVectors<float> tile;  // left out where it does not fit
 };
 
 // Starts TMA's load of a tile, with zeros outside of the matrix. One thread calls it.
@@ -338,7 +347,9 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   // A kernel that clears own_amax waits for all before it, and may still run.
   const bool after_clear = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
   if (!after_clear) WaitForPrimary();
-  if (shape.aligned && threadIdx.x == 0) LoadTile<T>(maps.x, tile, shared);
+  // Else threads load their own values.
+  auto by_tma = [&] { return shape.aligned && (sizeof(T) == 2 || arguments.tile_fits); };
+  if (by_tma() && threadIdx.x == 0) LoadTile<T>(maps.x, tile, shared);
 
   // Other reads overlap with TMA's.
   float scale = 1.0f;
@@ -358,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   __syncthreads();  // the barrier, and these scales, are there
 
   Patch<T> patch;
-  if (shape.aligned) {
+  if (by_tma()) {
     BarrierWait(SharedAddress(&shared.barrier), 0);
     ReadPatch<T>(shared.tile, place, patch);
   } else {

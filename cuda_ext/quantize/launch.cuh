@@ -3,10 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
 
+#include "common/block_limits.h"
 #include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
 #include "common/once_per_device.h"
@@ -68,12 +70,15 @@ bool DescribeCopies(const Arguments& arguments, TensorMaps* maps) {
                            CU_TENSOR_MAP_SWIZZLE_128B));
 }
 
-// Blocks of kThreads with so many bytes of shared memory, of which there may be kMostBytes.
+// Blocks of kThreads with so many bytes of shared memory, of which there may be kMostBytes and what the GPU has.
 template <auto kKernel, int kMostBytes, typename... Parameters>
 Status LaunchBlocks(cudaStream_t stream, int64_t blocks, int bytes, const Parameters&... parameters) {
+  int most = 0;
+  if (Status s = CountSharedBytes(&most); !s.ok()) return s;
+  most = std::min(most, kMostBytes);
   static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run([] {
-    const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+  const cudaError_t error = attributes.Run([most] {
+    const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     if (error != cudaSuccess) return error;
     return cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   });
@@ -83,15 +88,20 @@ Status LaunchBlocks(cudaStream_t stream, int64_t blocks, int bytes, const Parame
 }
 
 template <typename T, typename F, typename M, typename Compute>
-Status LaunchQuantizeTile(cudaStream_t stream, const Arguments& arguments, const Compute& compute) {
+Status LaunchQuantizeTile(cudaStream_t stream, Arguments arguments, const Compute& compute) {
+  int most = 0;
+  if (Status s = CountSharedBytes(&most); !s.ok()) return s;
+  constexpr int kBytes = sizeof(Shared<T>);
+  constexpr int kLeastBytes = sizeof(T) == 4 ? offsetof(Shared<T>, tile) : kBytes;
+  static_assert(kLeastBytes <= kLeastSharedBytes);
+  arguments.tile_fits = kBytes <= most;
   TensorMaps maps{};
   if (arguments.shape.aligned &&
       !(DescribeValues<T>(arguments.x, arguments.shape, &maps.x) && DescribeCopies<T>(arguments, &maps))) {
     return Status::Failed("cuTensorMapEncodeTiled refuses x or a copy of it");
   }
-  constexpr int kBytes = sizeof(Shared<T>);
-  return LaunchBlocks<QuantizeTile<T, F, M, Compute>, kBytes>(stream, arguments.shape.Tiles(), kBytes, maps, arguments,
-                                                              compute);
+  return LaunchBlocks<QuantizeTile<T, F, M, Compute>, kBytes>(
+      stream, arguments.shape.Tiles(), arguments.tile_fits ? kBytes : kLeastBytes, maps, arguments, compute);
 }
 
 // Calls launch<T, F>() with the types of values and codes.

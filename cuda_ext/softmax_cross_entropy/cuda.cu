@@ -11,13 +11,15 @@
 // thread block takes a stretch of one row, whatever its length.
 //
 // Both at once: one read and one write, 2 × the size of a logit, with the row in the shared memory of a cluster in
-// between. In FP8: the quantizing kernel computes the gradient on the way; one read, and a byte for each copy.
+// between; rows that do not fit there take both passes. In FP8: the quantizing kernel computes the gradient on the way;
+// one read, and a byte for each copy.
 
 #include <cooperative_groups.h>
 
 #include <algorithm>
 #include <climits>
 
+#include "common/block_limits.h"
 #include "common/copy_async.cuh"
 #include "common/cuda_status.h"
 #include "common/once_per_device.h"
@@ -38,10 +40,10 @@ constexpr int kBlockThreads = 128;           // threads of a block then
 constexpr int kBlocksPerMultiprocessor = 8;  // bounds the registers: a row's end idles one block in eight
 constexpr int kBothThreads = 256;            // statistics and gradient
 constexpr int kBothBytes = 72 << 10;         // of a row in a block's shared memory: three blocks a multiprocessor
-constexpr int kMostBothBytes = 220 << 10;    // where clusters of kMaxCluster blocks need more
+constexpr int kMostBothBytes = 220 << 10;    // where clusters of kMaxCluster blocks need more, if the GPU has them
 constexpr int kGradientUnroll = 4;
 constexpr int kGradientThreads = 1024;
-constexpr int kMaxCluster = 8;  // the largest size that every Hopper GPU can schedule
+constexpr int kMaxCluster = 8;  // the largest size that every GPU with clusters can schedule
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Callers subtract before this multiplies: one fused z·log2e - base·log2e is an instruction less, but rounds
@@ -485,11 +487,19 @@ struct GradientOfPatch {
 
 // -------------------------------------------------------------------------------------------------------- launch
 
+// The most thread blocks of a cluster on this GPU.
+Status MostOfCluster(int* most) {
+  bool has = false;
+  Status status = HasClusters(&has);
+  *most = has ? kMaxCluster : 1;
+  return status;
+}
+
 // Blocks per row: one while the rows alone fill every SM, else more, as long as every thread has at least one full
 // round of loads.
-int ClusterSize(int64_t rows, int64_t vectors_per_row, int multiprocessors) {
+int ClusterSize(int64_t rows, int64_t vectors_per_row, int multiprocessors, int most) {
   int blocks = 1;
-  while (blocks < kMaxCluster && rows * blocks < kBlocksPerMultiprocessor * int64_t{multiprocessors} &&
+  while (blocks < most && rows * blocks < kBlocksPerMultiprocessor * int64_t{multiprocessors} &&
          vectors_per_row >= int64_t{2} * blocks * kBlockUnroll * kBlockThreads) {
     blocks *= 2;
   }
@@ -527,9 +537,10 @@ Status LaunchStatistics(cudaStream_t stream, const Logits& logits, Statistics ou
   if (vectors <= 8 * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, 8>, 8);
   if (vectors <= 4 * kWarp * kLaneUnroll) return on_lanes(StatisticsOnLanes<T, kSoftcap, kTotal, kWarp>, kWarp);
 
-  int multiprocessors = 0;
+  int multiprocessors = 0, most = 0;
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
-  const int cluster = ClusterSize(logits.rows, vectors, multiprocessors);
+  if (Status s = MostOfCluster(&most); !s.ok()) return s;
+  const int cluster = ClusterSize(logits.rows, vectors, multiprocessors, most);
   return Launch(stream, StatisticsOnBlocks<T, kSoftcap, kTotal>, logits.rows * cluster, dim3(kBlockThreads), cluster, 0,
                 data, logits.labels, logits.rows, logits.vocab, logits.stride, logits.softcap, out);
 }
@@ -556,37 +567,53 @@ Status LaunchGradient(cudaStream_t stream, const Logits& logits, const Gradient&
                 logits.vocab, logits.stride, stretches, logits.softcap, gradient);
 }
 
-// Whether a row fits into a cluster's shared memory, and how many blocks it takes.
-bool FitsCluster(const Logits& logits, const Gradient& gradient, int* cluster, int* share) {
+// The shared memory of BothOfRow beside the row.
+constexpr int kBothPartials = (kBothThreads / kWarp + kMaxCluster) * sizeof(Partial);
+
+// How a row lies in the shared memory of a cluster: `share` vectors in each of `blocks`; no blocks where it does not
+// fit. `most_bytes` is what a block may have of it.
+struct RowInCluster {
+  int blocks = 0;
+  int share = 0;
+  int most_bytes = 0;
+};
+
+Status FindCluster(const Logits& logits, const Gradient& gradient, RowInCluster* found) {
   const int64_t bytes = logits.stride * (logits.dtype == DType::kFloat32 ? 4 : 2);
-  if (bytes % 16 != 0 || !OnSixteenBytes(logits.data) || !OnSixteenBytes(gradient.out)) return false;
-  *cluster = 1;
-  while (*cluster < kMaxCluster && bytes > int64_t{*cluster} * kBothBytes) *cluster *= 2;
-  const int64_t vectors = (bytes / 16 + *cluster - 1) / *cluster;
-  *share = static_cast<int>(vectors);
-  return vectors * 16 <= kMostBothBytes && logits.rows <= INT_MAX / kMaxCluster;
+  if (bytes % 16 != 0 || !OnSixteenBytes(logits.data) || !OnSixteenBytes(gradient.out)) return Status::Ok();
+  int most_blocks = 0, most_bytes = 0;
+  if (Status s = MostOfCluster(&most_blocks); !s.ok()) return s;
+  if (Status s = CountSharedBytes(&most_bytes); !s.ok()) return s;
+  most_bytes = std::min(most_bytes - kBothPartials, kMostBothBytes);
+  int blocks = 1;
+  while (blocks < most_blocks && bytes > int64_t{blocks} * kBothBytes) blocks *= 2;
+  const int64_t share = (bytes / 16 + blocks - 1) / blocks;
+  if (share * 16 > most_bytes || logits.rows > INT_MAX / kMaxCluster) return Status::Ok();
+  *found = {blocks, static_cast<int>(share), most_bytes};
+  return Status::Ok();
 }
 
 template <typename T, bool kSoftcap, bool kTotal>
-Status LaunchBoth(cudaStream_t stream, const Logits& logits, int cluster, int share, Statistics out,
+Status LaunchBoth(cudaStream_t stream, const Logits& logits, const RowInCluster& in, Statistics out,
                   const Gradient& gradient) {
   auto* kernel = BothOfRow<T, kSoftcap, kTotal>;
   static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run(
-      [kernel] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBothBytes); });
+  const cudaError_t error = attributes.Run([kernel, &in] {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, in.most_bytes);
+  });
   if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
-  return Launch(stream, kernel, logits.rows * cluster, dim3(kBothThreads), cluster, share * 16,
-                static_cast<const T*>(logits.data), logits.labels, logits.vocab, logits.stride, share, logits.softcap,
-                out, gradient);
+  return Launch(stream, kernel, logits.rows * in.blocks, dim3(kBothThreads), in.blocks, in.share * 16,
+                static_cast<const T*>(logits.data), logits.labels, logits.vocab, logits.stride, in.share,
+                logits.softcap, out, gradient);
 }
 
 template <typename T>
-Status SelectBoth(cudaStream_t stream, const Logits& logits, bool with_total, int cluster, int share, Statistics out,
+Status SelectBoth(cudaStream_t stream, const Logits& logits, bool with_total, const RowInCluster& in, Statistics out,
                   const Gradient& gradient) {
   const bool capped = logits.softcap > 0.0f;
   auto* launch = capped ? (with_total ? LaunchBoth<T, true, true> : LaunchBoth<T, true, false>)
                         : (with_total ? LaunchBoth<T, false, true> : LaunchBoth<T, false, false>);
-  return launch(stream, logits, cluster, share, out, gradient);
+  return launch(stream, logits, in, out, gradient);
 }
 
 }  // namespace
@@ -612,16 +639,17 @@ Status ComputeGradient(const Executor& executor, const Logits& logits, const Gra
 
 Status ComputeBoth(const Executor& executor, const Logits& logits, bool with_total, Statistics statistics,
                    const Gradient& gradient) {
-  int cluster = 0, share = 0;
   if (logits.rows == 0) return Status::Ok();
-  if (!FitsCluster(logits, gradient, &cluster, &share)) {
+  RowInCluster in;
+  if (Status s = FindCluster(logits, gradient, &in); !s.ok()) return s;
+  if (in.blocks == 0) {
     if (Status s = ComputeStatistics(executor, logits, with_total, statistics); !s.ok()) return s;
     return ComputeGradient(executor, logits, gradient);
   }
   auto* select = logits.dtype == DType::kFloat32    ? SelectBoth<float>
                  : logits.dtype == DType::kBFloat16 ? SelectBoth<__nv_bfloat16>
                                                     : SelectBoth<__half>;
-  return select(executor.stream, logits, with_total, cluster, share, statistics, gradient);
+  return select(executor.stream, logits, with_total, in, statistics, gradient);
 }
 
 Status QuantizeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient,

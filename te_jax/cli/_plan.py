@@ -52,7 +52,7 @@ class Plan:
     warmup_steps: int
     checkpoint_every: int  # steps
     placement: Placement
-    implementation: native.Implementation
+    implementation: native.Implementation | None  # None on GPUs that XLA multiplies on: each operation has its own
     text: str  # its path, or `_text.DEFAULT_TEXT`
     token: str  # what a token of the text is called, in the singular
     num_tokens: int  # of the text
@@ -329,18 +329,16 @@ def _models(options: Options, config: DecoderConfig) -> tuple[Model, ...]:
     return own, own._replace(loss_name="optax_loss", by_optax=True)
 
 
-def _implementation(options: Options, config: DecoderConfig) -> native.Implementation:
+def _implementation(options: Options, config: DecoderConfig) -> native.Implementation | None:
     """Which implementation of te_jax's operations runs. Raises UserError where what was asked for cannot run."""
     asked = None if options.implementation == "auto" else options.implementation
-    # That other GPUs have no kernels is no surprise to warn of.
-    other_gpu = native.compute_capability() not in (None, (9, 0))
     with _available(f"--implementation {options.implementation}"):
-        use_native = native.use_native("xla" if other_gpu and asked is None else asked)
+        use_native = native.use_native(asked, products=True)
     if options.transport == "p2p":
         if asked == "reference":
             raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
         with _available("--transport p2p"):
-            native.use_native("native")
+            native.use_native("native", products=True)
     of = {f"--recipe {options.recipe}": config.recipe, f"--head-recipe {options.head_recipe}": config.head_recipe}
     for option, recipe in of.items():
         if recipe is None:
@@ -357,7 +355,7 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
     has_kernels = not any(isinstance(recipe, MXFP8Scaling) for recipe in of.values())
     if use_native and has_kernels:
         return "native"
-    return asked or ("reference" if native.compute_capability() is None else "xla")
+    return asked or ("reference" if native.compute_capability() is None else None)
 
 
 @contextlib.contextmanager

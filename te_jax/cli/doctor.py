@@ -37,7 +37,7 @@ there: at 9.0 by the extension _te_cuda, at 8.9, 10.0 and 12.0 by XLA; 1 otherwi
 exits with 1, and te_jax works there on the CPU."""
 
 COMPUTE_CAPABILITY = "9.0"
-"""The kernels are compiled for this architecture's own instructions (sm_90a), which no other GPU runs."""
+"""Kernels for products use this architecture's own instructions (sm_90a), which no other GPU runs."""
 
 _PRODUCTS = "dense, einsum, gated_mlp, linear_cross_entropy, gemm, te_jax.parallel"
 _GROUPED_PRODUCTS = "grouped_dense, grouped_gemm, layers.moe"
@@ -285,7 +285,11 @@ def _of_product(scaling: Scaling, *, by_xla: bool = True) -> str:
 
 
 def _has_fp8_by_xla(capability: str) -> bool:
-    return tuple(map(int, capability.split("."))) >= XLA_CAPABILITY["tensor"]
+    return _is_at_least(capability, XLA_CAPABILITY["tensor"])
+
+
+def _is_at_least(capability: str, needed: tuple[int, int]) -> bool:
+    return tuple(map(int, capability.split("."))) >= needed
 
 
 def _ask(question: Callable[[], _Value], otherwise: _Value) -> _Value:
@@ -390,8 +394,8 @@ def _same_release(first: str | None, second: str | None) -> bool:
 def _extension_advice(report: Report) -> list[Advice]:
     advice = []
     for extension in report.extensions:
-        others = report.capabilities and COMPUTE_CAPABILITY not in report.capabilities
-        if extension.loaded or (extension.platform == "cuda" and (others or not report.has_gpu)):
+        without_kernels = report.capabilities and not any(_is_at_least(one, (9, 0)) for one in report.capabilities)
+        if extension.loaded or (extension.platform == "cuda" and (without_kernels or not report.has_gpu)):
             continue
         # What is installed beside a checkout that Python imports would stay hidden.
         editable = "--editable " if "--editable" in (extension.problem or "") else ""

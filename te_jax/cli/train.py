@@ -198,7 +198,7 @@ def _header(plan: Plan) -> dict[str, Any]:
             **({} if plan.num_documents is None else {"documents": plan.num_documents}),
             "sha256": plan.sha256,
         },
-        "implementation": plan.implementation,
+        "implementation": plan.implementation or "xla",
         "parallel": {"tp": plan.options.tp, "fsdp": plan.placement.fsdp, "transport": plan.options.transport}
         | ({"cp": plan.options.cp} if plan.options.cp > 1 else {}),
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},

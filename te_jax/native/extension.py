@@ -160,7 +160,7 @@ def _supports(architectures: str, capability: str) -> bool:
     """Whether code for CMake's architecture list runs on a device of a compute capability such as "9.0"."""
     major, minor = (int(part) for part in capability.split("."))
     device = 10 * major + minor
-    for entry in architectures.split(";"):
+    for entry in re.split("[;, ]+", architectures):
         found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", entry)
         if found is None:  # "native", "all": built for this machine or for every one
             return True
@@ -194,9 +194,24 @@ def gpu_mixture() -> str | None:
     )
 
 
+def _problem_of_gpu(kind: str, capability: str, products: bool) -> str | None:
+    """Why GPUs of this compute capability do not run the kernels, however they are compiled."""
+    if products and capability != "9.0":
+        what = "kernels for products are for 9.0 alone (H100, H200)"
+    elif int(capability.partition(".")[0]) < 9:
+        what = "kernels are for 9.0 and later"
+    else:
+        return None
+    return f"{kind} has compute capability {capability}, and te_jax's {what}: use implementation='reference'"
+
+
 @functools.cache
-def _problem_on_default_backend() -> tuple[str | None, bool]:
-    """(why native kernels cannot run on the default backend or None, whether that deserves a warning)."""
+def _problem_on_default_backend(products: bool = False) -> tuple[str | None, bool]:
+    """(why native kernels cannot run on the default backend or None, whether that deserves a warning).
+
+    Args:
+      products: of kernels that multiply matrices, rather than of all others.
+    """
     if not (gpus := _gpus()):
         platform = jax.default_backend()
         if platform != "cpu":
@@ -205,21 +220,24 @@ def _problem_on_default_backend() -> tuple[str | None, bool]:
         return problem, problem is not None
     if mixture := gpu_mixture():
         return mixture, True
+    kind, capability = gpus[0]
+    if problem := _problem_of_gpu(kind, capability, products):
+        return problem, False
     module, state = _load("cuda")
     if module is None:
         return state.problem, True
-    (kind, capability), architectures = gpus[0], state.build["cuda architectures"]
-    if not _supports(architectures, capability):
+    if not _supports(architectures := state.build["cuda architectures"], capability):
         problem = (
             f"te_jax._te_cuda holds code for CUDA architectures {architectures}, and {kind} has compute capability "
-            f"{capability}; its kernels are for 9.0 alone (H100, H200): use implementation='reference'"
+            f"{capability}: build it without CMAKE_CUDA_ARCHITECTURES, or use implementation='reference'"
         )
         return problem, True
     return None, False
 
 
 def available() -> bool:
-    """Whether operations with implementation=None run native kernels on the default backend. Starts the backend."""
+    """Whether operations that multiply no matrices run native kernels on the default backend with implementation=None.
+    Starts the backend."""
     return _problem_on_default_backend()[0] is None
 
 
@@ -256,7 +274,7 @@ def validate_implementation(implementation: Any) -> None:
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'native', 'xla' or 'reference'")
 
 
-def use_native(implementation: Implementation | None, problem: str | None = None) -> bool:
+def use_native(implementation: Implementation | None, problem: str | None = None, *, products: bool = False) -> bool:
     """Whether to run the native kernel rather than the reference, which XLA compiles.
 
     Args:
@@ -264,6 +282,8 @@ def use_native(implementation: Implementation | None, problem: str | None = None
         distinct problem in a process; "native", "xla" and "reference" never fall back. FP8 products tell the last two
         apart: see `te_jax.ops.gemm`.
       problem: why there is no native kernel for these operands, and the way out; None if there is one.
+      products: whether the kernel multiplies matrices. Such kernels are for compute capability 9.0, others also for
+        later ones.
 
     Raises:
       ValueError: for any other name.
@@ -272,7 +292,7 @@ def use_native(implementation: Implementation | None, problem: str | None = None
     validate_implementation(implementation)
     if implementation in ("xla", "reference"):
         return False
-    of_backend, surprising = _problem_on_default_backend()
+    of_backend, surprising = _problem_on_default_backend(products)
     problem, surprising = (of_backend, surprising) if of_backend else (problem, True)
     if problem is None:
         return True

@@ -105,7 +105,8 @@ def dense(
       state_axis: for DelayedScaling inside `pmap`, or `shard_map` with check_vma=False: the mesh axes over which
         scaling_state is the same. Take its gradient inside. Elsewhere leave it None. It sums no result.
       implementation: "native"; "xla", whose compiler multiplies FP8 with one scale for each tensor on GPUs from compute
-        capability 8.9 on; or "reference", in float32. None takes the first that is there, on a GPU never the last.
+        capability 8.9 on; or "reference", in float32. None takes the first that is there, on a GPU never the last;
+        beside XLA's products native kernels quantize from 9.0 on, to the same bits. A named one also quantizes.
 
     Returns:
       [*batch, *out] in the dtype of x, or a tuple of them if kernel is one. Gradients have the dtypes of their
@@ -157,7 +158,7 @@ def dense(
         operands = reverse_mode_only(operands, _REVERSE_MODE)
     options: Any = {"contracting_ndim": int(contracting_ndim), "kernel_contracting": kernel_contracting}
     if recipe is None:
-        native.use_native(implementation)  # the same answer to a bad name as with a recipe
+        native.use_native(implementation, products=True)  # the same answer to a bad name as with a recipe
         plain, _, weights = operands
         layer = PlainProducts(name=_NAME, recipe=None, implementation="reference", accumulate=accumulate, **options)
         ys = tuple(traced(multiplied_as_it_is, (layer, activation), plain, weight) for weight in weights)
@@ -165,7 +166,10 @@ def dense(
         options |= {"accumulate": accumulate, "state_axis": axis_names, "activation": activation}
         options |= {"name": _NAME, "batch_ndim": x.ndim - int(contracting_ndim)}
         layer = per_product(recipe, implementation, np.dtype(x.dtype), **options) or LocalProducts(
-            recipe=recipe, implementation=implementation_for(implementation, recipe), **options
+            recipe=recipe,
+            implementation=implementation_for(implementation, recipe),
+            by_kernels=native.use_native(implementation),
+            **options,
         )
         ys = traced(multiplied_in_fp8, layer, *operands)
     return ys if several else ys[0]

@@ -106,6 +106,7 @@ def experts_mlp(
         "name": NAME,
         "recipe": recipe,
         "implementation": which,
+        "by_kernels": native.use_native(implementation),
         "accumulate": as_flag("accumulate", accumulate),
         "kernel_contracting": kernel_contracting,
         "dtype": x.dtype,

@@ -144,6 +144,7 @@ def gated_mlp(
         name="te_jax.ops.gated_mlp",
         recipe=recipe,
         implementation=implementation_for(implementation, recipe),
+        by_kernels=native.use_native(implementation),
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axis_names,
         batch_ndim=x.ndim - 1,

@@ -159,6 +159,7 @@ def grouped_dense(
         name=NAME,
         recipe=recipe,
         implementation=products,
+        by_kernels=native.use_native(implementation),
         accumulate=accumulate,
         state_axis=axis_names,
         kernel_contracting=kernel_contracting,

@@ -295,7 +295,7 @@ def grouped_gemm_of_pairs(
 def grouped_native(implementation: native.Implementation | None, problem: str | None) -> bool:
     """Whether te_grouped_gemm multiplies."""
     problem = problem and f"{problem}; use implementation='reference'"
-    return native.use_native(implementation, problem)
+    return native.use_native(implementation, problem, products=True)
 
 
 def cuda_problem(scaling: Scaling | None, dtype: np.dtype, groups: int, of_lhs: int, n: int) -> str | None:

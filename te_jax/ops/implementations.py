@@ -51,16 +51,16 @@ def fp8_implementation(
     if implementation is None and capability is None:
         if scaling == "block_1x32":
             return "reference"
-        return "native" if native.use_native(None, problem) else "reference"
+        return "native" if native.use_native(None, problem, products=True) else "reference"
     try:
-        native.use_native("native", problem)
+        native.use_native("native", problem, products=True)
     except native.NativeUnavailableError as error:
         if implementation == "native":
             raise
         if xla_problem:
             raise native.NativeUnavailableError(f"{error}. {xla_problem}") from None
         if capability == (9, 0):
-            native.use_native(None, problem)  # warns: there are kernels for this GPU
+            native.use_native(None, problem, products=True)  # warns: there are kernels for this GPU
         return "xla"
     return "native"
 
@@ -74,7 +74,7 @@ def operands_implementation(
 ) -> native.Implementation:
     """`fp8_implementation` for operands that the user has quantized, or plain ones with scaling None."""
     if scaling is None:
-        return "native" if native.use_native(implementation, problem) else "reference"
+        return "native" if native.use_native(implementation, problem, products=True) else "reference"
     try:
         return fp8_implementation(implementation, scaling, problem, by_xla=by_xla)
     except native.NativeUnavailableError as error:

@@ -21,10 +21,11 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops import _cross_entropy
 from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction, where_counted
+from te_jax.ops._quantize_kernels import families_of
 from te_jax.ops.gemm import gemm
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_reached
-from te_jax.ops.linear.arguments import KernelContracting, has_blocks, implementation_for
+from te_jax.ops.linear.arguments import KernelContracting, implementation_for
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.operands import as_array
@@ -168,22 +169,23 @@ def linear_cross_entropy(
     )
     sharding.validate_split("kernel", kernel, split.vocab_axis, remedy, "vocab_axis")
     products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
-    if recipe is None:
-        layer, use_native = None, native.use_native(implementation)
-    else:
+    layer = None
+    if recipe is not None:
         layer = LocalProducts(
             name=_NAME,
             recipe=recipe,
             implementation=implementation_for(implementation, recipe),
+            by_kernels=native.use_native(implementation),
             kernel_contracting=kernel_contracting,
         )
-        use_native = layer.implementation == "native"
+    use_native = native.use_native(implementation)
     head = _Head(
         split,
         kernel_contracting,
         layer,
         products,
         use_native,
+        "native" if use_native and native.use_native(None, products=True) else "reference",
         None if chunk_tokens is None else int(chunk_tokens),
         as_flag("accumulate", accumulate),
     )
@@ -202,7 +204,8 @@ class _Head:
     kernel_contracting: KernelContracting
     layer: Any  # LocalProducts; None without a recipe
     fp8_products: tuple[Product, ...]
-    use_native: bool
+    use_native: bool  # what is no product
+    implementation: native.Implementation  # of products without FP8 that add to an accumulator
     chunk_tokens: int | None
     accumulate: bool
 
@@ -221,10 +224,6 @@ class _Head:
 
     def in_fp8(self, product: Product) -> bool:
         return product in self.fp8_products
-
-    @property
-    def implementation(self) -> native.Implementation:
-        return "native" if self.use_native else "reference"
 
 
 def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, reduction) -> None:
@@ -668,8 +667,8 @@ class _Chunks:
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
         layer = head.layer
         as_it_is = wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
-        if not as_it_is and has_blocks(layer.recipe) and head.use_native:
-            request = layer.request("gradient", copies, with_amax=False)
+        request = layer.request("gradient", copies, with_amax=False)
+        if not as_it_is and head.use_native and families_of(request.quantization, copies) == {"block"}:
             return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
         (plain,) = _cross_entropy.logits_gradient(
             logits, columns, lse, weight, axes={}, use_native=head.use_native, **attributes

@@ -319,7 +319,7 @@ def prepared(
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
     _validate_operands(x, weights, recipe, kernel_contracting)
     if recipe is None:
-        chosen: native.Implementation = "native" if native.use_native(implementation) else "reference"
+        chosen: native.Implementation = "native" if native.use_native(implementation, products=True) else "reference"
     else:
         chosen = implementation_for(implementation, recipe)
     spec = CollectiveSpec(
@@ -331,6 +331,7 @@ def prepared(
         x_dtype=np.dtype(x.dtype),
         out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
         implementation=chosen,
+        by_kernels=native.use_native(implementation),
         recipe=recipe,
         transport=transport,
         residual=residual,
@@ -344,6 +345,7 @@ def prepared(
         name=f"te_jax.parallel.{spec.name}",
         recipe=recipe,
         implementation=chosen,
+        by_kernels=native.use_native(implementation),
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axes,
         kernel_contracting=kernel_contracting,

@@ -349,7 +349,7 @@ def _spoilt(leaf):
 
 
 def test_the_reference_is_not_published_as_the_native_kernel(family, monkeypatch):
-    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("the kernels are not loaded", False))
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda *_: ("the kernels are not loaded", False))
     jax.clear_caches()  # of what was traced with the kernels
     kernels = {
         (operation, name)

@@ -229,7 +229,7 @@ def test_a_plugin_that_starts_no_gpu_is_reported_with_jax_own_reason():
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
 def test_other_compute_capabilities(capability):
-    """XLA multiplies FP8 from 8.9 on; the extension would not help."""
+    """XLA multiplies FP8 from 8.9 on; the extension would quantize from 9.0 on."""
     absent = extension("cuda", "te_jax was installed without te_jax._te_cuda")
     other = report(devices=(gpu(0, capability, kind="NVIDIA Other"),), extensions=(extension("cpu"), absent))
     if capability in ("8.0", "8.6"):
@@ -239,6 +239,10 @@ def test_other_compute_capabilities(capability):
         assert "recipe=None" in advice.remedy
         return
     assert other.gpu_path_usable
+    if capability != "8.9":
+        (advice,) = doctor.advise(other)
+        assert advice.remedy.startswith("TE_JAX_CUDA=ON pip install")
+        other = dataclasses.replace(other, extensions=(extension("cpu"), extension("cuda")))
     assert not doctor.advise(other)
     last = doctor.as_text(other).splitlines()[-1]
     assert last == "te_jax works on this machine's GPU, by XLA. Next: te-jax train --recipe current --compare"
@@ -269,7 +273,7 @@ def test_implementations_on_a_cpu(native_kernels, monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("about CPUs")
     assert {row.implementation for row in doctor.implementations()} == {"native", "reference"}
-    monkeypatch.setattr(native, "use_native", lambda *_: False)
+    monkeypatch.setattr(native, "use_native", lambda *_, **__: False)
     monkeypatch.setattr(native, "available", lambda: False)
     assert {row.implementation for row in doctor.implementations()} == {"reference"}
 

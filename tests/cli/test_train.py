@@ -651,7 +651,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
 
 
 def test_native_where_there_is_none_is_refused(out, capsys, monkeypatch):
-    def use_native(implementation):
+    def use_native(implementation, **_):
         raise native.NativeUnavailableError("the extension is missing")
 
     monkeypatch.setattr(native, "use_native", use_native)
@@ -693,7 +693,7 @@ def test_each_run_has_a_fresh_folder_and_the_newest_is_resumed(paths, tmp_path, 
 
 
 def test_whether_kernels_can_run_is_asked_once(out, paths, monkeypatch):
-    def use_native(implementation):
+    def use_native(implementation, **_):
         asked.append(implementation)
         return False
 
@@ -710,7 +710,7 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
     for recipe in ("current", "rowwise", "block"):
         error = refused([*SMALL, "--recipe", recipe, "--out", str(out)], capsys)
         assert re.search(rf"--recipe {recipe} cannot run here: recipe is .*: FP8 products .* this GPU has 8.0", error)
-    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("there is no extension", False))
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda *_: ("there is no extension", False))
     error = refused([*SMALL, "--recipe", "block", "--out", str(out)], capsys)
     assert "--recipe block cannot run here" in error
     assert "there is no extension. XLA multiplies FP8 with 'tensor' or 'block_1x32' scaling" in error
@@ -720,9 +720,9 @@ def test_a_recipe_that_the_gpu_cannot_multiply_is_refused(out, capsys, monkeypat
 @pytest.mark.parametrize(
     ("capability", "options", "expected"),
     [
-        ("8.0", {}, "xla"),
-        ("8.9", {"recipe": "current"}, "xla"),
-        ("12.0", {"recipe": "delayed", "head_recipe": "current"}, "xla"),
+        ("8.0", {}, None),
+        ("8.9", {"recipe": "current"}, None),
+        ("12.0", {"recipe": "delayed", "head_recipe": "current"}, None),
         ("9.0", {"recipe": "block"}, "native"),
         ("8.9", {"recipe": "current", "implementation": "reference"}, "reference"),
     ],

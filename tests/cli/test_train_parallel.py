@@ -457,7 +457,7 @@ def test_too_few_devices_are_refused_with_the_flag_that_makes_them(tmp_path, cap
 
 
 def test_copies_between_devices_without_their_extension_are_refused(tmp_path, capsys, monkeypatch):
-    def use_native(implementation):
+    def use_native(implementation, **_):
         if implementation == "native":
             raise native.NativeUnavailableError("the extension is missing")
         return False

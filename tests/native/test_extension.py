@@ -115,6 +115,8 @@ def test_use_native(native_kernels):
         ("90a-virtual", "9.0", True),
         ("80;90a", "8.6", True),
         ("80-real;90a", "9.0", True),
+        ("90-real, 90-virtual", "12.0", True),
+        ("90-real, 90-virtual", "8.9", False),
         ("75-real;90a-real", "8.0", False),
         ("native", "12.0", True),
     ],
@@ -123,19 +125,49 @@ def test_architectures(architectures, capability, supported):
     assert extension._supports(architectures, capability) == supported
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
-def test_other_gpus_are_told_what_the_kernels_are_for(capability, monkeypatch):
-    """They compile for no other architecture: building them anew helps nobody."""
+def problem_on(monkeypatch, capability, *, products, architectures="90-real, 90-virtual"):
+    """(problem, whether it deserves a warning) on a GPU, with an extension for these architectures, or without it."""
     client = types.SimpleNamespace(platform_version="cuda 13000")
     gpu = types.SimpleNamespace(platform="gpu", client=client, device_kind="Other", compute_capability=capability)
-    build = {"cuda architectures": "90a"}
-    state = extension.ExtensionStatus("cuda", "te_jax._te_cuda", True, True, None, (0, 3), build)
+    build, problem = {"cuda architectures": architectures}, None if architectures else "it is not there"
+    state = extension.ExtensionStatus("cuda", "te_jax._te_cuda", True, not problem, problem, (0, 3), build)
+    module = types.ModuleType("cuda") if architectures else None
     monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
-    monkeypatch.setattr(extension, "_load", lambda platform: (types.ModuleType(platform), state))
-    problem, surprising = extension._problem_on_default_backend.__wrapped__()
+    monkeypatch.setattr(extension, "_load", lambda platform: (module, state))
+    return extension._problem_on_default_backend.__wrapped__(products)
+
+
+@pytest.mark.parametrize(
+    ("capability", "products", "kernels"),
+    [
+        ("8.0", False, "kernels are for 9.0 and later"),
+        ("8.9", False, "kernels are for 9.0 and later"),
+        ("9.0", False, None),
+        ("10.0", False, None),
+        ("12.1", False, None),
+        ("8.9", True, "kernels for products are for 9.0 alone (H100, H200)"),
+        ("9.0", True, None),
+        ("10.0", True, "kernels for products are for 9.0 alone (H100, H200)"),
+    ],
+)
+def test_which_gpus_run_which_kernels(capability, products, kernels, monkeypatch):
+    """No warning where there are none: no build of the extension would have them."""
+    if kernels is None:
+        assert problem_on(monkeypatch, capability, products=products) == (None, False)
+        assert problem_on(monkeypatch, capability, products=products, architectures=None) == ("it is not there", True)
+        return
+    for architectures in ("90-real, 90-virtual", None):
+        problem, surprising = problem_on(monkeypatch, capability, products=products, architectures=architectures)
+        assert problem == (
+            f"Other has compute capability {capability}, and te_jax's {kernels}: use implementation='reference'"
+        )
+        assert not surprising
+
+
+def test_an_extension_without_ptx_does_not_travel(monkeypatch):
+    problem, surprising = problem_on(monkeypatch, "10.0", products=False, architectures="90-real")
     assert surprising
-    assert f"Other has compute capability {capability}; its kernels are for 9.0 alone" in problem
-    assert problem.endswith("use implementation='reference'")
+    assert "for CUDA architectures 90-real, and Other has compute capability 10.0: build it without" in problem
 
 
 # --------------------------------------------------------------------------------------------------------- registration
@@ -359,7 +391,7 @@ def test_a_checkout_that_hides_an_installed_te_jax_is_named(monkeypatch, tmp_pat
 
 
 def test_each_problem_is_warned_of_once(monkeypatch):
-    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: (None, False))
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda *_: (None, False))
     for problem in ("too wide", "too narrow"):
         with pytest.warns(RuntimeWarning, match=f"te_jax runs no native kernel: {problem}"):
             assert not native.use_native(None, problem)

@@ -66,7 +66,7 @@ def travelling(program):
 @pytest.mark.parametrize(("keep", "gathers"), [(0, 8), (1, 7), (4, 4)])
 def test_two_bytes_a_parameter_travel_each_way(keep, gathers, monkeypatch):
     know_handlers()
-    monkeypatch.setattr("te_jax.native.use_native", lambda *_: True)
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: True)
     layers = 4
     assert travelling(gradient(layers, keep=keep)) == {
         ("all-gather", "f8e4m3fn"): gathers * OF_LAYER,
@@ -78,7 +78,7 @@ def test_two_bytes_a_parameter_travel_each_way(keep, gathers, monkeypatch):
 def test_devices_hold_the_parameters_of_two_layers(monkeypatch):
     """Memory grows by a layer's input with every layer; kept parameters would add a byte for each."""
     know_handlers()
-    monkeypatch.setattr("te_jax.native.use_native", lambda *_: True)
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: True)
     few, many = (gradient(count).memory_analysis().temp_size_in_bytes for count in (4, 8))
     assert many - few < 4 * (INPUT + OF_LAYER / DEVICES) * 1.25  # and its part in FP8, quantized once
     assert gradient(8, keep=8).memory_analysis().temp_size_in_bytes > many + 3 * OF_LAYER

@@ -45,7 +45,7 @@ def gradient(remat, offload):
     ids=["input", "wide", "wide in FP8", "both"],
 )
 def test_copies_hide_and_memory_is_saved(remat, names, each, fp8, monkeypatch):
-    monkeypatch.setattr("te_jax.native.use_native", lambda implementation: False)  # there is no GPU to load kernels on
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: False)  # there is no GPU to load kernels on
     program = gradient(remat, Offload(names=names, quantize=fp8))
     found = copies(program)
     count = (LAYERS - 1) * len(names)
@@ -61,7 +61,7 @@ def test_copies_hide_and_memory_is_saved(remat, names, each, fp8, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_copy_has_the_time_of_as_many_layers_as_there_are_slots(slots, monkeypatch):
-    monkeypatch.setattr("te_jax.native.use_native", lambda implementation: False)
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: False)
     found = copies(gradient(KEEP_WIDE, Offload(names=["wide"], keep=4, slots=slots)))
     to_host = [copy.gemms for copy in found if copy.to_host]
     assert len(to_host) == LAYERS - 4
@@ -78,7 +78,7 @@ def test_a_copy_has_the_time_of_as_many_layers_as_there_are_slots(slots, monkeyp
 def test_a_scan_has_one_stack_in_host_memory_and_no_copy_of_it(remat, names, each, monkeypatch):
     """XLA copies neither the stack nor the slots, which te_jax's calls write unseen by it."""
     know_handlers()
-    monkeypatch.setattr("te_jax.native.use_native", lambda *_: True)
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: True)
 
     def scan(offload, stacks=1):
         def loss(params, x):

@@ -260,7 +260,7 @@ def test_quantized_kernel_without_the_copy_that_the_input_gradient_reads():
 def test_named_implementation_that_is_not_there(monkeypatch):
     from te_jax.native import extension
 
-    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: ("there is none", False))
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda *_: ("there is none", False))
     monkeypatch.setattr(native, "compute_capability", lambda: None)
     with pytest.raises(native.NativeUnavailableError, match="there is none"):
         ops.dense(X, KERNEL, recipe=CURRENT, implementation="native")
@@ -283,7 +283,7 @@ def test_a_gpu_without_the_kernels_of_a_recipe(layer, monkeypatch, native_kernel
     from te_jax.native import extension
 
     problem = "te_jax._te_cuda holds code for 90a, and this GPU has 8.0"
-    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda: (problem, True))
+    monkeypatch.setattr(extension, "_problem_on_default_backend", lambda *_: (problem, True))
     monkeypatch.setattr(native, "compute_capability", lambda: (8, 0))
     for implementation in (None, "native"):
         with pytest.raises(native.NativeUnavailableError, match=rf"recipe is Current.*{problem}\.? .*recipe=None"):

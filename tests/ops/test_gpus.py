@@ -1,4 +1,4 @@
-"""Which implementation multiplies FP8 on GPUs of each compute capability: that of the table in docs/installation.md."""
+"""Which implementations run on GPUs of each compute capability: those of the table in docs/installation.md."""
 
 import functools
 import re
@@ -16,8 +16,9 @@ from te_jax.ops.experts_mlp import experts_mlp
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+CURRENT = CurrentScaling()
 RECIPES = {
-    "current": CurrentScaling(), "delayed": DelayedScaling(history_len=2), "rowwise": RowwiseScaling(),
+    "current": CURRENT, "delayed": DelayedScaling(history_len=2), "rowwise": RowwiseScaling(),
     "block": BlockScaling(), "mxfp8": MXFP8Scaling(),
 }  # fmt: skip
 X, KERNEL = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 128), (128, 128)))
@@ -162,6 +163,102 @@ def test_what_multiplies(name, recipe, capability, report_gpus):
         assert multipliers(name, recipe) == {expected[capability]}
 
 
+# --------------------------------------------------------------------------------------------------- what is no product
+
+
+def in_fp8(operation, recipe):
+    return functools.partial(operation, quantization=RECIPES[recipe].quantization("activation"))
+
+
+def gradient_of(operation):
+    def gradient(x, **options):
+        return jax.grad(lambda x: jnp.sum(operation(x, **options).astype(jnp.float32)))(x)
+
+    return gradient
+
+
+def rms_norm(x, **options):
+    return ops.rms_norm(x, jnp.ones(x.shape[-1]), **options)
+
+
+def layer_norm(x, **options):
+    return ops.layer_norm(x, jnp.ones(x.shape[-1]), jnp.zeros(x.shape[-1]), **options)
+
+
+def activation(x, **options):
+    return ops.activation(x, "gelu", **options)
+
+
+def gated_activation(x, **options):
+    return ops.gated_activation(x, x, "silu", **options)
+
+
+def softmax_cross_entropy(x, **options):
+    return ops.softmax_cross_entropy(x, jnp.zeros(len(x), jnp.int32), **options)
+
+
+def linear_cross_entropy(x, **options):
+    return ops.linear_cross_entropy(x, jnp.ones((x.shape[-1], 256), x.dtype), jnp.zeros(len(x), jnp.int32), **options)
+
+
+OTHERS = {
+    **{f"quantize, {recipe}": (in_fp8(ops.quantize, recipe), "te_(amax|quantize)_.*") for recipe in RECIPES},
+    "rms_norm": (gradient_of(rms_norm), "te_norm.*"),
+    "layer_norm": (gradient_of(layer_norm), "te_norm.*"),
+    "rms_norm in FP8": (in_fp8(rms_norm, "block"), "te_norm.*"),
+    "activation": (in_fp8(activation, "current"), "te_activation_.*"),
+    "gated_activation": (in_fp8(gated_activation, "block"), "te_activation_.*"),
+    "softmax_cross_entropy": (gradient_of(softmax_cross_entropy), "te_softmax_cross_entropy_.*"),
+    "linear_cross_entropy": (gradient_of(linear_cross_entropy), "te_softmax_cross_entropy_.*"),
+}
+del OTHERS["quantize, mxfp8"]  # has no kernels
+
+
+def kernels(fn, *operands, **options):
+    """The targets that a function calls."""
+    jaxpr = jax.make_jaxpr(functools.partial(fn, **options))(*operands).jaxpr
+    targets = (str(equation.params.get("target_name")) for equation in equations(jaxpr))
+    return {target for target in targets if target.startswith("te_")}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_product(name, capability, report_gpus):
+    """Without a warning where there are no kernels: nothing would be faster."""
+    report_gpus(capability)
+    (cells,) = (cells for (operations, _), cells in documented().items() if operations.startswith("`quantize`"))
+    operation, targets = OTHERS[name]
+    found = kernels(operation, X)
+    assert all(re.fullmatch(targets, target) for target in found)
+    assert not kernels(operation, X, implementation="xla")
+    if cells[capability] == "native":
+        assert found
+        assert kernels(operation, X, implementation="native") == found
+    else:
+        assert not found
+        with pytest.raises(native.NativeUnavailableError, match=r"te_jax's kernels are for 9\.0 and later"):
+            kernels(operation, X, implementation="native")
+
+
+@pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "12.0"])
+@pytest.mark.parametrize("name", ["dense", "gated_mlp", "linear_cross_entropy", "all_gather_matmul"])
+def test_what_quantizes_for_products_of_xla(name, capability, report_gpus):
+    """Kernels, where they run; none if "xla" is asked for by name."""
+    report_gpus(capability)
+
+    def gradients(x, kernel, **options):
+        def loss(x, kernel):
+            return jnp.sum(LAYERS[name](x, kernel, CURRENT, **options).astype(jnp.float32))
+
+        return jax.grad(loss, argnums=(0, 1))(x, kernel)
+
+    found = kernels(gradients, X, KERNEL)
+    assert any(target.startswith("te_quantize") for target in found) == (capability != "8.9")
+    assert any(target.startswith("te_activation") for target in found) == (name == "gated_mlp" and capability != "8.9")
+    assert any(target.startswith("te_gemm") for target in found) == (capability == "9.0")
+    assert not kernels(gradients, X, KERNEL, implementation="xla")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_by_name(recipe, report_gpus):
     """A named implementation never falls back: neither where it is slower, nor where it is not there."""
@@ -184,7 +281,7 @@ def test_by_name(recipe, report_gpus):
     with pytest.raises(native.NativeUnavailableError, match="XLA has no FP8 product of groups of rows"):
         multipliers("grouped_dense", recipe, implementation="xla")
     report_gpus("10.0")
-    with pytest.raises(native.NativeUnavailableError, match=r"its kernels are for 9\.0 alone"):
+    with pytest.raises(native.NativeUnavailableError, match=r"kernels for products are for 9\.0 alone"):
         multipliers("dense", recipe, implementation="native")
 
 

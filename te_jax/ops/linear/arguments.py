@@ -62,7 +62,7 @@ def split(x: Array | QuantizedArray) -> tuple[Array | None, QuantizedArray | Non
 def implementation_for(
     implementation: native.Implementation | None, recipe: Recipe, problem: str | None = None, *, by_xla: bool = True
 ) -> native.Implementation:
-    """The one that quantization and products have in common.
+    """The one of products.
 
     Args:
       implementation, recipe: of the layer.
@@ -288,10 +288,6 @@ def sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
     if symbolic or len(batch) < 2 or batch[-1] < _block_of(recipe) or not sharding.may_be_split(x):
         return 0
     return -batch[-1] % _block_of(recipe)
-
-
-def has_blocks(recipe: Recipe) -> bool:
-    return _block_of(recipe) > 1
 
 
 def _block_of(recipe: Recipe) -> int:

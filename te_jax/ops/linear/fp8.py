@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from te_jax import native, sharding
+from te_jax import sharding
 from te_jax._core.arguments import kind_of
 from te_jax._core.derivatives import differentiated_once
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
@@ -34,13 +34,13 @@ class Fp8:
     Attributes:
       name: of the public function, for errors.
       recipe: of all operands.
-      implementation: of quantization and products.
+      by_kernels: whether native kernels quantize, as far as there are any.
       state_axis: mesh axes over which the scaling state is the same, where JAX does not track that.
     """
 
     name: str
     recipe: Recipe
-    implementation: native.Implementation
+    by_kernels: bool
     state_axis: sharding.Axes = ()
 
     def is_fast(self, product: Product) -> bool:
@@ -80,7 +80,7 @@ class Fp8:
             amax_axis=None if amax is not None else amax_axis,
             with_amax=amax is not None,
             with_dbias=with_dbias,
-            implementation=self.implementation,
+            implementation=None if self.by_kernels else "reference",
         )
         return parts._replace(array=self.checked(parts.array, state, role))
 

@@ -42,7 +42,7 @@ class GatedMLP:
     preactivation: str = "te_dense_preactivation"
 
     def use_native(self, x: Array) -> bool:
-        return self.down.implementation == "native" and x.size > 0
+        return self.down.by_kernels and x.size > 0
 
     def once(self, *operands: Array | None) -> Any:
         return not_differentiated(operands, self.down.once)

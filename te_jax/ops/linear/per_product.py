@@ -82,7 +82,8 @@ class PerProduct(LocalProducts):
     def _layer(self, recipe: Recipe, implementation: native.Implementation) -> LocalProducts:
         """The layer with one recipe for all products."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(LocalProducts)}
-        return LocalProducts(**given | {"recipe": recipe, "implementation": implementation})
+        given |= {"recipe": recipe, "implementation": implementation}
+        return LocalProducts(**given | {"by_kernels": self.by_kernels and implementation != "reference"})
 
     def gemm(self, product: Product, lhs: Any, rhs: Any, **options: Any) -> Any:
         recipe = self.recipes.by_product[product]
@@ -131,7 +132,13 @@ def per_product(
         for product, of in recipe.by_product.items()
         if isinstance(of, Recipe)
     )
-    others: native.Implementation = "native" if native.use_native(implementation) else "reference"
+    others: native.Implementation = "native" if native.use_native(implementation, products=True) else "reference"
     return PerProduct(
-        recipe=None, recipes=recipe, implementation=others, implementations=implementations, dtype=dtype, **options
+        recipe=None,
+        recipes=recipe,
+        implementation=others,
+        implementations=implementations,
+        by_kernels=native.use_native(implementation),
+        dtype=dtype,
+        **options,
     )

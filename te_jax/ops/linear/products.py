@@ -66,7 +66,8 @@ class Products(abc.ABC):
     Attributes:
       name: of the public function, for errors.
       recipe: how operands are quantized; None multiplies them as they are.
-      implementation: of quantization and products.
+      implementation: of products.
+      by_kernels: whether native kernels quantize, as far as there are any. They run on more GPUs than native products.
       accumulate: whether accumulators are added to, or written over.
       state_axis: mesh axes over which scaling states are the same, where JAX does not track that.
       batch_ndim: number of dimensions of x before those that are contracted.
@@ -76,6 +77,7 @@ class Products(abc.ABC):
     name: str
     recipe: Recipe | None
     implementation: native.Implementation
+    by_kernels: bool = False
     accumulate: bool = True
     state_axis: sharding.Axes = ()
     batch_ndim: int = 1
@@ -96,7 +98,7 @@ class Products(abc.ABC):
     @property
     def fp8(self) -> Fp8:
         assert self.recipe is not None
-        return Fp8(self.name, self.recipe, self.implementation, self.state_axis)
+        return Fp8(self.name, self.recipe, self.by_kernels, self.state_axis)
 
     @property
     def dgrad_copy(self) -> Copy:

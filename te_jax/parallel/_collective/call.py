@@ -30,7 +30,8 @@ class CollectiveSpec:
       rows: R, the rows of one device: its part of that dimension times the dimensions between it and the last.
       x_dtype: of x, or of the array that a quantized x stands for.
       out_dtype: of the product, and of partial sums on their way.
-      implementation: of FP8 products and quantization.
+      implementation: of FP8 products.
+      by_kernels: whether native kernels quantize.
       recipe: how operands are quantized; None multiplies them as they are.
       transport: how devices exchange rows.
       residual: what is kept of x for the kernel's gradient: the "gathered" operand, or this device's "shard" of it.
@@ -45,6 +46,7 @@ class CollectiveSpec:
     x_dtype: np.dtype
     out_dtype: np.dtype
     implementation: native.Implementation
+    by_kernels: bool = False
     recipe: Recipe | None = None
     transport: Literal["auto", "xla"] | Ring | P2P = "auto"
     residual: Residual = "gathered"
@@ -59,7 +61,7 @@ class CollectiveSpec:
     def fp8(self) -> Fp8:
         """How operands are quantized, where there is a recipe."""
         assert self.recipe is not None
-        return Fp8(self.name, self.recipe, self.implementation, self.axis_name)
+        return Fp8(self.name, self.recipe, self.by_kernels, self.axis_name)
 
     @property
     def fast_accumulation(self) -> bool:

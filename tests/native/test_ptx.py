@@ -1,0 +1,26 @@
+"""The PTX of kernels that are no products, which the extension carries for later GPUs, assembles for them."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+from te_jax._core import host
+
+CUDA_EXT = pathlib.Path(__file__).parents[2] / "cuda_ext"
+SOURCES = [path for path in CUDA_EXT.glob("*/*.cu") if not path.parent.name.endswith("gemm")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(host.nvcc() is None, reason="needs nvcc")
+@pytest.mark.skipif(not SOURCES, reason="needs a checkout")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_ptx_assembles(source, tmp_path):
+    """As in cuda_ext/cuda.cmake, without optimization, which takes most of the time."""
+    nvcc, _ = host.nvcc()
+    options = ["-std=c++20", "--expt-relaxed-constexpr", "-DTE_JAX_CUDA", f"-I{CUDA_EXT}", "-Xptxas=-O0"]
+    later = "arch=compute_90,code=[sm_100,sm_120]"
+    command = [nvcc, *options, "--generate-code", later, "--fatbin", source, "-o", tmp_path / "kernels.fatbin"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
