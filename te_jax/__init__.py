@@ -11,6 +11,7 @@ from te_jax import checkpoint_policies, hlo, ops, parallel, recipe
 from te_jax._version import __version__
 
 if TYPE_CHECKING:
+    from te_jax import debug as debug
     from te_jax import flax as flax
     from te_jax import layers as layers
     from te_jax import models as models
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "checkpoint_policies", "hlo", "ops", "parallel", "recipe"]
 
-_AT_FIRST_USE = ("flax", "layers", "models", "nnx", "offload", "optim", "reference", "testing")
+_AT_FIRST_USE = ("debug", "flax", "layers", "models", "nnx", "offload", "optim", "reference", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import native, ops
+from te_jax._core import observe
 from te_jax._core.types import BLOCK
 from te_jax.layers import linear
 from te_jax.layers.tensor_parallel import TensorAxis
@@ -151,8 +152,11 @@ def handover(recipe: Recipe | None, x: Any, tensor: TensorAxis | None = None) ->
 
     They do with delayed scaling, whose state remembers the amax of a layer's input, for a single row, and with blocks
     where these do not divide the rows of an x [*rows, features] in several dimensions. Of devices that split the time
-    each needs whole blocks; on other scales than those of blocks they agree when they gather x.
+    each needs whole blocks; on other scales than those of blocks they agree when they gather x. And they do where
+    statistics of x are asked for.
     """
+    if observe.requested() is not None:
+        return None
     if recipe is None or isinstance(recipe, DelayedScaling | ProductRecipes) or x.ndim < 2:
         return None
     blocked = recipe.scalings["activation"][0].startswith("block")

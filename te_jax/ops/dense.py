@@ -23,6 +23,7 @@ from te_jax.ops.linear.arguments import (
     validate_fp8,
     validate_plain,
 )
+from te_jax.ops.linear.compared import left_plain, recipe_in_comparison
 from te_jax.ops.linear.local import Activation, LocalProducts, PlainProducts, multiplied_as_it_is, multiplied_in_fp8
 from te_jax.ops.linear.per_product import per_product
 from te_jax.ops.linear.products import Weight
@@ -138,13 +139,14 @@ def dense(
     )
     states = dict(one_for_each("scaling_state", scaling_state, count, several))
     accumulate = as_flag("accumulate", accumulate)
+    contracting = contracting_ndim, kernel_contracting
     axis_names = state_axes(state_axis, recipe)
     if not kernels:
         raise ValueError("kernel is an empty tuple; pass one array at least")
     for named_kernel, *others in zip(
         kernels.items(), biases.items(), accumulators.items(), states.items(), strict=True
     ):
-        shape = Shape.of(x, *named_kernel, contracting_ndim, kernel_contracting)
+        shape = Shape.of(x, *named_kernel, *contracting)
         bias_and_accumulator = others[0], others[1]
         varying = sharding.varying_axes(x, named_kernel[1])
         validate(x, *named_kernel, shape, activation, *bias_and_accumulator, varying)
@@ -152,6 +154,13 @@ def dense(
             validate_plain(x, *named_kernel, *others[2])
         else:
             validate_fp8(x, *named_kernel, shape, recipe, *others[2], kernel_contracting)
+    recipe, obstacle = recipe_in_comparison(
+        recipe,
+        lambda recipe: [
+            validate_fp8(x, *named, Shape.of(x, *named, *contracting), recipe, "scaling_state", None, contracting[1])
+            for named in kernels.items()
+        ],
+    )
     weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
     operands = (*split(x), weights)
     if recipe is not None or any(weight.accumulator is not None for weight in weights):
@@ -162,6 +171,7 @@ def dense(
         plain, _, weights = operands
         layer = PlainProducts(name=_NAME, recipe=None, implementation="reference", accumulate=accumulate, **options)
         ys = tuple(traced(multiplied_as_it_is, (layer, activation), plain, weight) for weight in weights)
+        ys = left_plain(_NAME, ys, tuple(kernels.values()), obstacle)
     else:
         options |= {"accumulate": accumulate, "state_axis": axis_names, "activation": activation}
         options |= {"name": _NAME, "batch_ndim": x.ndim - int(contracting_ndim)}

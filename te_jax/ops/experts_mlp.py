@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import native, sharding
+from te_jax._core import observe
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
@@ -33,7 +34,9 @@ __all__ = ["experts_mlp", "is_fused"]
 
 
 def is_fused(recipe: Recipe | None) -> bool:
-    """Whether `experts_mlp` takes this recipe."""
+    """Whether `experts_mlp` takes this recipe, and there is no h to observe, which it does not have as it is."""
+    if observe.requested() is not None:
+        return False
     return isinstance(recipe, Recipe) and all(
         block_size(scaling) == BLOCK for role in ("activation", "gradient") for scaling in recipe.scalings[role]
     )

@@ -9,6 +9,7 @@ import jax
 from jax import Array, lax
 
 from te_jax import native, sharding
+from te_jax._core import observe
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops.activation import gated_activation
@@ -107,7 +108,8 @@ def gated_mlp(
     }
     several: dict[str, Any] = {"bias": bias, "wgrad_accumulator": wgrad_accumulator, "scaling_state": scaling_state}
     each = {name: one_for_each(name, values, 3, True) for name, values in several.items()}
-    if recipe is None or isinstance(recipe, ProductRecipes) or _is_by_rows(recipe):
+    in_two = observe.requested() is not None  # the rule of gated MLPs has no plain h to observe
+    if recipe is None or in_two or isinstance(recipe, ProductRecipes) or _is_by_rows(recipe):
         values = {name: [value for _, value in named] for name, named in each.items()}
         gate, up = dense(x, tuple(kernel[:2]), **{name: tuple(v[:2]) for name, v in values.items()}, **options)
         h = gated_activation(gate, up, activation)

@@ -26,6 +26,7 @@ from te_jax.ops.linear.arguments import (
     validate_quantized_x,
     with_gradient_through,
 )
+from te_jax.ops.linear.compared import left_plain, recipe_in_comparison
 from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
 from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
@@ -150,6 +151,13 @@ def grouped_dense(
         validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
     for label, state in states.items():
         fp8.validate_state(recipe, state, label)
+
+    def validate(recipe: Recipe) -> None:
+        validate_rows(recipe, x)
+        for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
+            validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
+
+    recipe, obstacle = recipe_in_comparison(recipe, validate)
     problem = problem_of(recipe, x, tuple(kernels.values()))
     if recipe is None:
         products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
@@ -168,6 +176,7 @@ def grouped_dense(
     weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
     *rows, weights = reverse_mode_only((*split(x), weights), REVERSE_MODE)
     ys = traced(_multiplied, layer, *together((*rows, Groups(group_sizes), weights)))
+    ys = left_plain(NAME, ys, tuple(kernels.values()), obstacle)
     return ys if several else ys[0]
 
 

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.interpreters import ad
 
 from te_jax import native, sharding
+from te_jax._core import observe
 from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
@@ -29,7 +30,8 @@ from te_jax.ops.linear.arguments import KernelContracting, implementation_for
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.operands import as_array
-from te_jax.recipe import DelayedScaling, Product, Recipe
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import DelayedScaling, Product, Recipe, Role
 from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored
 from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals
 from te_jax.sharding import AxisName
@@ -477,9 +479,12 @@ def _run(head: _Head, wanted: _Wanted, x, kernel, bias, accumulator, codes, fact
         "accumulator": accumulator if wanted.accumulator else None,
     }
     names = tuple(name for name, a in given.items() if a is not None)
-    call = _per_shard(head, wanted, names, x.ndim - 1)
+    call: Any = _per_shard(head, wanted, names, x.ndim - 1)
+    if observe.requested() is not None and head.layer is not None and not head.loss.vocab_axis:
+        call = call.observable
     axes = {"v": head.loss.vocab_axis} if head.loss.vocab_axis else None
-    losses, lse, *gradients = call(*(given[name] for name in names), axes=axes)
+    options = {} if axes is None else {"axes": axes}
+    losses, lse, *gradients = call(*(given[name] for name in names), **options)
     named = dict(zip(wanted.names, gradients, strict=True))
     return _Found(losses, lse, _Gradients(*(named.get(field) for field in _Gradients._fields)))
 
@@ -610,6 +615,7 @@ class _Chunks:
         self.with_wgrad = wanted.kernel or wanted.accumulator
         # The whole vocabulary: Auto and Explicit axes split it, or those of vocab_axis.
         self.vocab = vocab * (lax.axis_size(vocab_axes) if vocab_axes else 1)
+        self.links = observe.links_of([kernel] if head.layer else [])
         kernel, bias = kernel.astype(dtype), None if bias is None else bias.astype(dtype)
         if self.padding:
             kernel = jnp.pad(kernel, [(0, self.padding if i == axis else 0) for i in range(2)])
@@ -622,7 +628,11 @@ class _Chunks:
         copies = [copy for product, copy in by_product.items() if self._in_fp8(product)]
         if copies:
             how: Any = copies[0] if len(copies) == 1 else "both"
-            self.kernel8 = head.layer.copies_of("kernel", kernel, None, how).array
+            self.kernel8 = self._quantized("kernel", kernel, how)
+
+    def _quantized(self, role: Role, x: Array, copies: Any) -> QuantizedArray:
+        with self.head.layer.observed_for(self.links):
+            return self.head.layer.copies_of(role, x, None, copies).array
 
     def _in_fp8(self, product: Any) -> bool:
         """Whether a product is computed, and in FP8."""
@@ -666,7 +676,7 @@ class _Chunks:
         for_dgrad, for_wgrad = self._in_fp8("dgrad"), self._in_fp8("wgrad")
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
         layer = head.layer
-        as_it_is = wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
+        as_it_is = self.links or wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
         request = layer.request("gradient", copies, with_amax=False)
         if not as_it_is and head.use_native and families_of(request.quantization, copies) == {"block"}:
             return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
@@ -675,7 +685,7 @@ class _Chunks:
         )
         if not (for_dgrad or for_wgrad):
             return plain, None
-        return plain, layer.copies_of("gradient", plain, None, copies).array
+        return plain, self._quantized("gradient", plain, copies)
 
     @property
     def _local_vocab(self) -> int:
@@ -684,7 +694,7 @@ class _Chunks:
     def _logits(self, x: Array) -> Array:
         head = self.head
         if head.in_fp8("forward"):
-            x8 = head.layer.copies_of("activation", x, None, "data").array
+            x8 = self._quantized("activation", x, "data")
             return head.layer.gemm("forward", x8, self.kernel8, bias=self.bias, out_dtype=self.dtype)
         logits = _dot(x, self.kernel, (1, 1 - head.vocab_axis), self.dtype)
         return logits if self.bias is None else logits + self.bias[None, :]
@@ -722,7 +732,7 @@ class _Chunks:
             return {}
         order = 1 if head.vocab_axis else -1
         if head.in_fp8("wgrad"):
-            x8 = head.layer.copies_of("activation", x, None, "transposed").array
+            x8 = self._quantized("activation", x, "transposed")
             product = functools.partial(head.layer.gemm, "wgrad", *(x8, dlogits8)[::order])
         else:
             product = functools.partial(

@@ -70,7 +70,7 @@ def per_shard(
       optionally `axes`, and returns a tuple. The original is given `axes`, {factor: mesh axes}, for the factors in
       `axes_of` that are split right here; it should then call the decorated function on its shard, handing on `reuse`
       but not `axes`, and combine what comes back. Where nothing is split `axes` is empty, and it makes its native call,
-      with `aliases=reuse`.
+      with `aliases=reuse`. `decorated.observable` is the same for an evaluation of the jaxpr (`te_jax.debug`).
     """
     dispatch = _Dispatch(Rule.parse(rule), axes_of, replicated, sizes or {}, tuple((reuse or {}).items()))
     undecided = {"reuse": None} if reuse else {}
@@ -91,7 +91,12 @@ def per_shard(
             call = bind(tuple(sorted(static.items())))
             return call(*operands)
 
-        return wrapper
+        def observable(*operands: Array, **static: Any) -> Results:
+            return dispatch.observable(functools.partial(function, **undecided, **static), *operands)
+
+        found: Any = wrapper
+        found.observable = observable
+        return found
 
     return decorate
 
@@ -133,6 +138,13 @@ class _Dispatch:
         if not mesh.empty and all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
             return function(*operands, axes={}, **reuse)
         return self._over_auto_axes(function, mesh, operands, reuse)
+
+    def observable(self, function: Callable[..., Results], *operands: Array) -> Results:
+        """Runs so that an evaluation of the jaxpr sees every equation: XLA splits what lies on Auto axes."""
+        mesh = mesh_of(*operands)
+        if any(axis in mesh.explicit_axes for operand in operands for axis in axes_of_type(operand)):
+            return self._over_explicit_axes(function, mesh, operands, {})
+        return function(*operands, axes={})
 
     def _assign(self, specs: Sequence[PartitionSpec], shapes: Sequence[tuple[int, ...]], mesh):
         rule, whole = self.rule.fitted(shapes, self.sizes)

@@ -17,6 +17,7 @@ from jax import Array, lax
 from te_jax import sharding
 from te_jax._core.arguments import kind_of
 from te_jax._core.derivatives import differentiated_once
+from te_jax.ops.linear.observed import observed
 from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Product, Quantization, Recipe, Role
@@ -82,7 +83,7 @@ class Fp8:
             with_dbias=with_dbias,
             implementation=None if self.by_kernels else "reference",
         )
-        return parts._replace(array=self.checked(parts.array, state, role))
+        return parts._replace(array=self.checked(observed(role, x, parts.array), state, role))
 
     def reference_amax(self, state: DelayedScalingState | None, role: Role) -> Array | None:
         """The amax from which a scale follows where scaling is delayed."""

@@ -85,6 +85,9 @@ class GroupedProducts(Products):
         quantization = self.quantization(role)
         return self.fp8.quantize(role, x, state, row_ndim=1, copies=copies, quantization=quantization)
 
+    def plain(self) -> GroupedProducts:
+        return dataclasses.replace(self, recipe=None)
+
     def _sum_of_rows(self, dy: Array, sizes: Array) -> Array:
         """Float32 [groups, out], as a product with ones, of as many columns as a GPU needs."""
         dy = not_differentiated(dy, self.once)

@@ -8,8 +8,10 @@ import jax
 from jax import Array
 
 from te_jax import native
+from te_jax._core import observe
 from te_jax._core.arguments import is_whole_number
 from te_jax.ops.linear.arguments import whole_blocks
+from te_jax.ops.linear.observed import observed
 from te_jax.ops.quantize import quantize
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Recipe
@@ -74,10 +76,11 @@ def quantize_kernel(
         kernel.shape[stacked_ndim + row_ndim :],
     )
     after = whole_blocks(rows, recipe), whole_blocks(cols, recipe)
+    links = observe.links_of([kernel])
 
     def quantized(kernel: Array, amax: Array | None) -> QuantizedArray:
         quantization = recipe.quantization("kernel")
-        return quantize(
+        array = quantize(
             kernel,
             quantization,
             row_ndim=len(after[0]),
@@ -86,6 +89,8 @@ def quantize_kernel(
             straight_through=straight_through,
             implementation=implementation,
         )
+        with observe.layer("te_jax.ops.quantize", links, "data"):  # of layers whose kernels are [in, out]
+            return observed("kernel", kernel, array)
 
     for _ in stacked:
         quantized = jax.vmap(quantized)

@@ -124,6 +124,22 @@ class LocalProducts(Products):
         preactivation = checkpoint_name(y, "te_dense_preactivation")  # where it is kept, y is computed from it again
         return activate(self.activation, preactivation), preactivation
 
+    def plain(self) -> PlainProducts:
+        return PlainProducts(
+            name=self.name,
+            recipe=None,
+            implementation="reference",
+            batch_ndim=self.batch_ndim,
+            kernel_contracting=self.kernel_contracting,
+            contracting_ndim=self.contracting_ndim,
+        )
+
+    def token_ndim(self, x: Array) -> int:
+        return self.batch_ndim
+
+    def activated(self, y: Array) -> Array:
+        return y if self.activation is None else activate(self.activation, y)
+
     def before_activation(self, preactivation: Any, dy: Array) -> Array:
         if self.activation is None:
             return dy
@@ -218,7 +234,8 @@ class PlainProducts(Products):
         return QuantizedParts(x, None, None)
 
     def forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated=True):
-        return tuple(self.product(x8, kernel) for kernel in kernel8s), x8, (None,) * len(kernel8s)
+        ys = tuple(self.product(x8, kernel) for kernel in kernel8s)
+        return tuple(map(with_bias, ys, biases)), x8, (None,) * len(kernel8s)
 
     def product(self, x: Array, kernel: Array) -> Array:
         count = self.contracting_ndim
@@ -226,24 +243,43 @@ class PlainProducts(Products):
         dims = (tuple(range(x.ndim - count, x.ndim)), tuple(range(first, first + count)))
         return sharding.dot(x, kernel.astype(x.dtype), dims, x.dtype)
 
+    def plain(self) -> PlainProducts:
+        return self
+
     def dgrad(self, dy8s, kernel8s, group, layout: Layout):
-        (dy,), (kernel,) = dy8s, kernel8s
+        return total(*(layout.apply(self._dgrad(*pair)) for pair in zip(dy8s, kernel8s, strict=True))), dy8s
+
+    def _dgrad(self, dy: Array, kernel: Array) -> Array:
         count = kernel.ndim - self.contracting_ndim
         first = self.contracting_ndim if self.kernel_contracting == "first" else 0
         dims = tuple(range(dy.ndim - count, dy.ndim)), tuple(range(first, first + count))
-        return layout.apply(sharding.dot(dy, kernel.astype(dy.dtype), dims, dy.dtype)), dy8s
+        return sharding.dot(dy, kernel.astype(dy.dtype), dims, dy.dtype)
 
     def wgrads(self, x8, dy8s, group=None):
         return tuple(Wgrad(functools.partial(self._next_value, x8, dy), (x8, dy)) for dy in dy8s)
 
-    def _next_value(self, x: Array, dy: Array, *, out_dtype: Any, accumulator: Array, accumulate: bool) -> Array:
-        """The next value of an accumulator. Without one the gradient of a kernel is XLA's."""
+    def _next_value(
+        self, x: Array, dy: Array, *, out_dtype: Any, accumulator: Array | None = None, accumulate: bool = True
+    ) -> Array:
+        """The gradient, or the next value of an accumulator."""
         tokens = tuple(range(x.ndim - self.contracting_ndim))
-        wgrad = Layout.of(accumulator).apply(sharding.dot(*self.wgrad_sides(x, dy), (tokens, tokens), out_dtype))
+        wgrad = sharding.dot(*self.wgrad_sides(x, dy), (tokens, tokens), out_dtype)
+        if accumulator is None:
+            return wgrad
+        wgrad = Layout.of(accumulator).apply(wgrad)
         if accumulate:
             return accumulator + wgrad
         # The buffer is written over: an argument that is not mentioned at all would not be donated.
         return lax.dynamic_update_slice(accumulator, wgrad, (0,) * wgrad.ndim)
+
+
+def with_bias(y: Array, bias: Array | None) -> Array:
+    """y + bias, in float32, so that the sum that is its gradient is too."""
+    if bias is None:
+        return y
+    wide = sharding.split_as_last(bias, y).astype(jnp.float32)
+    wide = jnp.expand_dims(wide, tuple(range(y.ndim - bias.ndim)))
+    return (y.astype(jnp.float32) + wide).astype(y.dtype)
 
 
 def multiplied_as_it_is(layer: tuple[PlainProducts, Activation | None], x: Array, weight: Weight) -> Array:
@@ -254,11 +290,7 @@ def multiplied_as_it_is(layer: tuple[PlainProducts, Activation | None], x: Array
     else:
         ys: Any = linear(products, x, None, (weight._replace(bias=None),), None)
         y = ys[0]
-    if weight.bias is not None:
-        # In float32, so that the sum that is its gradient is too.
-        wide = sharding.split_as_last(weight.bias, y).astype(jnp.float32)
-        wide = jnp.expand_dims(wide, tuple(range(y.ndim - weight.bias.ndim)))
-        y = (y.astype(jnp.float32) + wide).astype(y.dtype)
+    y = with_bias(y, weight.bias)
     if activation is not None:
         # Keeps the values before the activation only, rather than the float32 ones inside it.
         y = jax.checkpoint(functools.partial(activate, activation))(checkpoint_name(y, "te_dense_preactivation"))

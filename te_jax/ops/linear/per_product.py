@@ -81,9 +81,14 @@ class PerProduct(LocalProducts):
 
     def _layer(self, recipe: Recipe, implementation: native.Implementation) -> LocalProducts:
         """The layer with one recipe for all products."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(LocalProducts)}
+        given: Any = {field.name: getattr(self, field.name) for field in dataclasses.fields(LocalProducts)}
         given |= {"recipe": recipe, "implementation": implementation}
-        return LocalProducts(**given | {"by_kernels": self.by_kernels and implementation != "reference"})
+        given["by_kernels"] = self.by_kernels and implementation != "reference"
+        return LocalProducts(**given)
+
+    @property
+    def is_plain(self) -> bool:
+        return False
 
     def gemm(self, product: Product, lhs: Any, rhs: Any, **options: Any) -> Any:
         recipe = self.recipes.by_product[product]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jax import Array
 
 from te_jax import native, sharding
+from te_jax._core import observe
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops._quantize_kernels import Request
 from te_jax.ops.linear.arguments import KernelContracting, quantization_of
@@ -96,6 +98,11 @@ class Products(abc.ABC):
         return not_differentiated(operands, self.once) if self.recipe is None else operands
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no operand is quantized."""
+        return self.recipe is None
+
+    @property
     def fp8(self) -> Fp8:
         assert self.recipe is not None
         return Fp8(self.name, self.recipe, self.by_kernels, self.state_axis)
@@ -104,6 +111,10 @@ class Products(abc.ABC):
     def dgrad_copy(self) -> Copy:
         """The copy of a quantized kernel that the gradient of x reads."""
         return "data" if self.kernel_contracting == "first" else "transposed"
+
+    def observed_for(self, links: Sequence[Array]) -> contextlib.AbstractContextManager[None]:
+        """A context in which operands of the kernels with these links are quantized."""
+        return observe.layer(self.name, links, self.dgrad_copy)
 
     @abc.abstractmethod
     def quantize(
@@ -147,6 +158,18 @@ class Products(abc.ABC):
         if x.data is None and x.transposed is None:
             return None
         return x if is_argument else x.named(f"{self.prefix}_{role}")
+
+    @abc.abstractmethod
+    def plain(self) -> Products:
+        """The same products of operands that are not quantized, without activation."""
+
+    def token_ndim(self, x: Array) -> int:
+        """The number of dimensions of x, of a result or of their gradients that are tokens, and not features."""
+        return x.ndim - 1
+
+    def activated(self, y: Array) -> Array:
+        """The activation of a result."""
+        return y
 
     def before_activation(self, preactivation: Any, dy: Array) -> Array:
         """The gradient of a result before its activation."""

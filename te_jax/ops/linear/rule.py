@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +19,12 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.interpreters import ad
 
 from te_jax import sharding
+from te_jax._core import observe
 from te_jax._core.batching import batched_together
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated
+from te_jax.ops.linear.compared import Observed, gradients_observed, results_observed
 from te_jax.ops.linear.products import Products, Weight, Wgrad
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import Layout
@@ -72,6 +74,7 @@ class _Residuals(NamedTuple):
     weights: tuple[Weight, ...]  # what `gradients_of` reads of them
     amaxes: tuple[Any, ...]  # of x and of each kernel
     group: Any
+    observed: Observed  # empty unless statistics are asked for
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -89,15 +92,19 @@ def linear(products: Products, x: Any, x8: Any, weights: tuple[Weight, ...], gro
 
 
 def _multiplied(products: Products, x, x8, weights, group, *, differentiated: bool):
-    """(ys; x, kernels and preactivations as the backward pass reads them; amaxes)."""
+    """(ys; x, kernels and preactivations as the backward pass reads them; amaxes; what is observed)."""
     like = x if x8 is None else x8
     layouts = products.layouts(like, (weight.kernel for weight in weights))
     with_wgrad = differentiated and any(weight.is_trained for weight in weights)
-    x8, x_amax, _ = products.quantize("activation", like, weights[0].state, group, second_copy=with_wgrad)
-    kernel8s, amaxes = quantized_kernels(products, weights, group, second_copy=differentiated)
+    observed = Observed(observe.links_of([weight.kernel for weight in weights]))
+    with products.observed_for(observed.links):
+        x8, x_amax, _ = products.quantize("activation", like, weights[0].state, group, second_copy=with_wgrad)
+    kernel8s, amaxes = quantized_kernels(products, weights, group, observed.links, second_copy=differentiated)
     biases = [weight.bias for weight in weights]
     ys, x8, preactivations = products.forward(x8, kernel8s, biases, layouts, group, differentiated=differentiated)
-    return batched_together(tuple(ys)), (x8 if with_wgrad else None, kernel8s, preactivations), (x_amax, *amaxes)
+    ys, observed = results_observed(products, observed, tuple(ys), like, weights, layouts, group)
+    kept = x8 if with_wgrad else None, kernel8s, preactivations
+    return batched_together(tuple(ys)), kept, (x_amax, *amaxes), observed
 
 
 def _forward(products: Products, *operands):
@@ -105,7 +112,9 @@ def _forward(products: Products, *operands):
     x, x8, weights, group = custom_vjp_primal_tree_values(operands)
     if x8 is not None:
         x8, _ = not_differentiated((x8, x), products.once)
-    ys, (x_kept, kernel8s, preactivations), amaxes = _multiplied(products, x, x8, weights, group, differentiated=True)
+    ys, (x_kept, kernel8s, preactivations), amaxes, observed = _multiplied(
+        products, x, x8, weights, group, differentiated=True
+    )
     return ys, _Residuals(
         Layouts.of(x, weights),
         None if x_kept is None else products.kept(x_kept, "activation", is_argument=False),
@@ -114,11 +123,12 @@ def _forward(products: Products, *operands):
         tuple(map(without_values, weights)),
         named_amaxes(products, amaxes, weights),
         group,
+        observed,
     )
 
 
 def _backward(products: Products, residuals: _Residuals, dys):
-    layouts, x8, kernel8s, preactivations, weights, (x_amax, *amaxes), group = residuals
+    layouts, x8, kernel8s, preactivations, weights, (x_amax, *amaxes), group, observed = residuals
     # Of a result that is not used there is no gradient to observe or multiply; but an accumulator gets its next value.
     used = [
         i
@@ -131,32 +141,34 @@ def _backward(products: Products, residuals: _Residuals, dys):
     ]
     if not used:
         return None, None, tuple(gradients), None
+    observed = observed.with_links_of(kernel8s)
     kernel8s, dys = tuple(kernel8s[i] for i in used), zeros_of_unused(dys[i] for i in used)
     # Here, for a scan keeps what passes through a function beside what it is passed, once more for every layer.
     x8, kernel8s, dys = products.differentiated_once((x8, kernel8s, dys))
-    dy8s, dy_amaxes, dbiases = zip(
-        *(
-            products.quantize(
+
+    def quantized(i: int, dy: Array):
+        with products.observed_for(observed.links[i : i + 1]):
+            return products.quantize(
                 "gradient",
-                products.before_activation(preactivations[i], dy),
+                dy,
                 weights[i].state,
                 group,
                 second_copy=x8 is not None and has_gradient(layouts.weights[i]),
                 with_dbias=layouts.weights[i].bias is not None,
             )
-            for i, dy in zip(used, dys, strict=True)
-        ),
-        strict=True,
-    )
+
+    dys = [products.before_activation(preactivations[i], dy) for i, dy in zip(used, dys, strict=True)]
+    dy8s, dy_amaxes, dbiases = zip(*map(quantized, used, dys), strict=True)
     dx: Any = None
     wgrads: Any = [None] * len(used)
     if layouts.x is not None and all(kernel8 is not None for kernel8 in kernel8s):
         dx, dy8s = products.dgrad(dy8s, kernel8s, group, layouts.x)
     if x8 is not None:
         wgrads = products.wgrads(x8, dy8s, group)
+    dx, wgrads = gradients_observed(products, observed, used, dys, dx, wgrads, group, layouts.x)
     for i, wgrad, dbias, dy_amax in zip(used, wgrads, dbiases, dy_amaxes, strict=True):
-        observed = x_amax, amaxes[i], dy_amax
-        gradients[i] = gradients_of(products, weights[i], layouts.weights[i], wgrad, dbias, observed)
+        seen = x_amax, amaxes[i], dy_amax
+        gradients[i] = gradients_of(products, weights[i], layouts.weights[i], wgrad, dbias, seen)
     return dx, None, tuple(gradients), None
 
 
@@ -207,16 +219,18 @@ def _perturbed(operand: Any) -> bool:
     return any(leaf.perturbed for leaf in jax.tree.leaves(operand))
 
 
-def quantized_kernels(products: Products, weights: Iterable[Weight], group: Any, *, second_copy: bool):
-    """(kernels as products read them, their amaxes)."""
+def quantized_kernels(
+    products: Products, weights: Sequence[Weight], group: Any, links: Sequence[Array] = (), *, second_copy: bool
+):
+    """(kernels as products read them, their amaxes), with statistics where links of the kernels are given."""
     kernels = (
         dataclasses.replace(w.kernel, straight_through=None) if isinstance(w.kernel, QuantizedArray) else w.kernel
         for w in weights
     )
-    parts = [
-        products.quantize("kernel", kernel, weight.state, group, second_copy=second_copy)
-        for kernel, weight in zip(kernels, weights, strict=True)
-    ]
+    parts = []
+    for i, (kernel, weight) in enumerate(zip(kernels, weights, strict=True)):
+        with products.observed_for(links[i : i + 1]):
+            parts.append(products.quantize("kernel", kernel, weight.state, group, second_copy=second_copy))
     return tuple(part.array for part in parts), tuple(part.amax for part in parts)
 
 

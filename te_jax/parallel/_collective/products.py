@@ -79,6 +79,10 @@ class CollectiveProducts(Products):
         sides = (self.wgrad_sides(x, dy) for dy in dys)
         return tuple(Wgrad(functools.partial(wgrad, self.spec, *pair), pair) for pair in sides)
 
+    def plain(self) -> CollectiveProducts:
+        spec = dataclasses.replace(self.spec, recipe=None, transport="xla", residual="shard")
+        return dataclasses.replace(self, recipe=None, spec=spec)
+
     def validate_x(self, x8: Any, trained: str) -> None:
         if self.spec.blocks_span_shards:
             raise ValueError(

@@ -1,0 +1,197 @@
+"""Where values of a jaxpr come from: kernels, followed from the arguments of a function."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from te_jax._core import observe
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The origin of a value.
+
+    Attributes:
+      key: what is the same for all values of one origin.
+      name: of the argument that it comes from; None if that is not known.
+      index: along the first dimension of that, if only a part comes from there.
+      loops: of which each iteration has a part of its own, as `id` of their equations.
+      repeated: how many loops have stacked it, each of whose iterations had the same value.
+    """
+
+    key: Any
+    name: str | None = None
+    index: tuple[int, ...] = ()
+    loops: tuple[int, ...] = ()
+    repeated: int = 0
+
+    @property
+    def layer(self) -> tuple[Any, ...]:
+        """What is the same for all values of one layer."""
+        return self.key, self.index
+
+
+_SAME = {
+    *("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p"),
+    *("stop_gradient", "pvary", "pcast", "name", "rev", "reduce_precision", "device_put", "optimization_barrier"),
+    *("sharding_constraint", "reshard", "mesh_cast", "all_gather", "all_gather_invariant", "all_gather_reduced"),
+    *("te_reverse_mode_only", "layout_constraint", "bitcast_convert_type", "te_on_one_device"),
+}
+_FUNCTIONS = {
+    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
+}
+
+
+class Sources:
+    """Follows values through equations."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def new(self) -> Source:
+        """That of a value that comes from nowhere."""
+        return Source(next(self._numbers))
+
+    def known(self, source: Source | None, var: Var) -> Source | None:
+        """The source, or a new one for what may be a kernel."""
+        return self.new() if source is None and getattr(var.aval, "ndim", 0) >= 2 else source
+
+    def of_results(self, eqn: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+        """The sources of the results of an equation."""
+        followed = self._followed(eqn, sources)
+        return [self.known(source, var) for source, var in zip(followed, eqn.outvars, strict=True)]
+
+    def _followed(self, eqn: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if name == observe.LINK:
+            return [sources[0]]
+        if name in ("mul", "div"):
+            return [sources[0] if _is_number(eqn.invars[1]) else sources[1] if _is_number(eqn.invars[0]) else None]
+        if name in _SAME:
+            return [*sources, *(None,) * count][:count]
+        if name in ("slice", "dynamic_slice"):
+            return [_sliced(eqn, sources)]
+        if name == "split":
+            return _split(eqn, sources[0])
+        if name in ("concatenate", "stack"):
+            return [_joined(sources)]
+        if name in _FUNCTIONS:
+            return self._through(function_of(eqn), sources)
+        if name == "scan":
+            inside = self.in_scan(eqn, sources)
+            return self.out_of_scan(eqn, sources, self._through(eqn.params["jaxpr"], inside))
+        if name == "while":
+            consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            return self.carried(eqn.params["body_jaxpr"], eqn.params["body_nconsts"], sources[consts:])
+        if name == "cond":
+            each = [self._through(branch, sources[1:]) for branch in eqn.params["branches"]]
+            return [of[0] if len(set(of)) == 1 else None for of in zip(*each, strict=True)]
+        return [None] * count
+
+    def _through(self, jaxpr: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+        """The sources of the results of a jaxpr."""
+        opened = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        origins: dict[Var, Source | None] = dict(zip(opened.invars, sources, strict=True))
+        for eqn in opened.eqns:
+            of_operands = [None if isinstance(atom, Literal) else origins.get(atom) for atom in eqn.invars]
+            if any(source is not None for source in of_operands):
+                origins.update(zip(eqn.outvars, self._followed(eqn, of_operands), strict=True))
+        return [None if isinstance(atom, Literal) else origins.get(atom) for atom in opened.outvars]
+
+    # ---------------------------------------------------------------------------------------------------- loops
+
+    def in_scan(self, eqn: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+        """The sources of what the body of a scan reads."""
+        first, last = scan_parts(eqn)
+
+        def part(source: Source | None) -> Source | None:
+            if source is None:
+                return None
+            if source.repeated:
+                return dataclasses.replace(source, repeated=source.repeated - 1)
+            return dataclasses.replace(source, loops=(*source.loops, id(eqn)))
+
+        carried = self.carried(eqn.params["jaxpr"], first, sources[first:last])
+        return [*sources[:first], *carried, *map(part, sources[last:])]
+
+    def out_of_scan(
+        self, eqn: Any, sources: Sequence[Source | None], inside: Sequence[Source | None]
+    ) -> list[Source | None]:
+        """The sources of the results of a scan, from those of its operands and of what its body returns."""
+        first, last = scan_parts(eqn)
+
+        def stacked(source: Source | None) -> Source | None:
+            if source is None:
+                return None
+            if id(eqn) in source.loops:
+                return dataclasses.replace(source, loops=tuple(loop for loop in source.loops if loop != id(eqn)))
+            return dataclasses.replace(source, repeated=source.repeated + 1)
+
+        carried = self.carried(eqn.params["jaxpr"], first, sources[first:last])
+        return [*carried, *map(stacked, inside[last - first :])]
+
+    def carried(self, jaxpr: Any, num_consts: int, sources: Sequence[Source | None]) -> list[Source | None]:
+        """The sources of carried values that a loop hands on as they are."""
+        opened = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        carried = opened.invars[num_consts : num_consts + len(sources)]
+        return [
+            source if before is after else None
+            for source, before, after in zip(sources, carried, opened.outvars, strict=False)
+        ]
+
+
+def function_of(eqn: Any) -> Any:
+    """The jaxpr of an equation that calls one function."""
+    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "call") if name in eqn.params)
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """The places of the first carried and of the first scanned operand."""
+    if "ft_in" in eqn.params:  # from JAX 0.12 on
+        first, carried = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
+    else:
+        first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    return first, first + carried
+
+
+def _is_number(atom: Any) -> bool:
+    return getattr(atom.aval, "ndim", None) == 0
+
+
+def _sliced(eqn: Any, sources: Sequence[Source | None]) -> Source | None:
+    """That of a slice: of one index of the first dimension it is a part."""
+    source, before, after = sources[0], eqn.invars[0].aval, eqn.outvars[0].aval
+    if source is None or before.ndim < 3 or after.shape[0] != 1 or before.shape[0] == 1:
+        return source
+    if eqn.primitive.name == "slice":
+        return dataclasses.replace(source, index=(*source.index, eqn.params["start_indices"][0]))
+    start = eqn.invars[1]
+    if isinstance(start, Literal):
+        return dataclasses.replace(source, index=(*source.index, int(start.val)))
+    return source
+
+
+def _split(eqn: Any, source: Source | None) -> list[Source | None]:
+    sizes, axis = eqn.params["sizes"], eqn.params["axis"]
+    if source is None or axis or set(sizes) != {1} or eqn.invars[0].aval.ndim < 3:
+        return [source] * len(sizes)
+    return [dataclasses.replace(source, index=(*source.index, i)) for i in range(len(sizes))]
+
+
+def _joined(sources: Sequence[Source | None]) -> Source | None:
+    """That of kernels that are joined to one."""
+    distinct = list(dict.fromkeys(source for source in sources if source is not None))
+    if len(distinct) < len(set(sources)) or not distinct:
+        return None
+    if len(distinct) == 1:
+        return distinct[0]
+    if any(source.name is None or source.loops != distinct[0].loops for source in distinct):
+        return None
+    names = " + ".join(f"{source.name}{''.join(f'[{i}]' for i in source.index)}" for source in distinct)
+    return Source(tuple(source.layer for source in distinct), names, (), distinct[0].loops)

@@ -1,0 +1,414 @@
+"""Statistics are those of NumPy, whatever the tensor, the recipe and the transformation."""
+
+import collections
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from statistics_oracle import FIELDS, assert_statistics, expected
+
+from te_jax import debug, ops, parallel
+from te_jax._core import observe
+from te_jax.debug import Statistics, with_statistics
+from te_jax.debug._collect import evaluate
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+
+COPIES = {
+    ("activation", "forward"): "data",
+    ("activation", "wgrad"): "transposed",
+    ("kernel", "forward"): "transposed",
+    ("kernel", "dgrad"): "data",
+    ("gradient", "dgrad"): "data",
+    ("gradient", "wgrad"): "transposed",
+}
+RECIPES = {
+    "current": CurrentScaling(),
+    "power of two": CurrentScaling(power_of_two_scales=True),
+    "row": RowwiseScaling(),
+    "block": BlockScaling(),
+    "delayed": DelayedScaling(history_len=2),
+}
+_AMAX = 2.0  # of delayed scaling: larger values saturate
+
+
+def normal(rng, *shape, scale=1.0):
+    return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+
+def hostile(rng, kind, shape):
+    x = normal(rng, *shape)
+    place = tuple(rng.integers(size) for size in shape)
+    if kind == "zeros":
+        x[:] = 0
+    elif kind == "subnormal":
+        x *= np.float32(1e-39)
+    elif kind == "partly subnormal":
+        x[:, ::2] *= np.float32(1e-39)
+    elif kind == "outlier":
+        x[place] = 1e6
+    elif kind == "wide":
+        x *= np.exp(rng.uniform(-30, 30, shape)).astype(np.float32)
+    elif kind in ("inf", "-inf", "nan"):
+        x[place] = float(kind)
+    return x
+
+
+KINDS = ("normal", "zeros", "subnormal", "partly subnormal", "outlier", "wide", "inf", "-inf", "nan")
+
+
+@functools.cache
+def step_of(name):
+    """(x, kernel, dy, state) -> statistics of a layer whose gradient is dy."""
+    recipe = RECIPES[name]
+
+    def loss(params, x, dy):
+        y = ops.dense(x, params["up"]["kernel"], recipe=recipe, scaling_state=params.get("state"))
+        return jnp.vdot(y, dy)
+
+    def run(x, kernel, dy):
+        params: dict[str, Any] = {"up": {"kernel": kernel}}
+        if isinstance(recipe, DelayedScaling):
+            history = jnp.full((2,), _AMAX, jnp.float32)
+            params["state"] = type(recipe.init())(history, history, history, jnp.ones((), jnp.float32))
+        wanted = Statistics(exponents=True)
+        _, statistics = with_statistics(jax.grad(loss, argnums=(0, 1)), wanted)(params, x, dy)
+        return statistics["up"]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_statistics_of_hostile_tensors(name, rng):
+    recipe = RECIPES[name]
+    amax = np.float32(_AMAX) if name == "delayed" else None
+    for kind in KINDS:
+        x, kernel, dy = (hostile(rng, kind, shape) for shape in ((144, 160), (160, 48), (144, 48)))
+        statistics = step_of(name)(x, kernel, dy)
+        assert set(statistics) == {"activation", "kernel", "gradient"}
+        for (role, product), copy in COPIES.items():
+            tensor = {"activation": x, "kernel": kernel, "gradient": dy}[role]
+            wanted = expected(tensor, recipe.quantization(role), copy, amax)
+            assert_statistics(statistics[role][product], wanted, f"{kind} {role} {product}")
+
+
+def test_statistics_of_bfloat16(rng):
+    x, kernel, dy = (normal(rng, *shape).astype(jnp.bfloat16) for shape in ((32, 64), (64, 48), (32, 48)))
+    statistics = step_of("current")(x, kernel, dy)
+    for (role, product), copy in COPIES.items():
+        tensor = {"activation": x, "kernel": kernel, "gradient": dy}[role]
+        wanted = expected(tensor, RECIPES["current"].quantization(role), copy)
+        assert_statistics(statistics[role][product], wanted, f"{role} {product}")
+
+
+def test_a_delayed_scale_saturates(rng):
+    """And not only in the oracle."""
+    x, kernel, dy = (normal(rng, *shape) for shape in ((144, 160), (160, 48), (144, 48)))
+    found = step_of("delayed")(x, kernel, dy)["activation"]["forward"]
+    assert float(found.saturation) == pytest.approx(np.mean(np.abs(x) > _AMAX), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- transformations
+
+
+def stack_loss(remat=False, recipe=RowwiseScaling()):
+    def block(x, kernel, shared):
+        h = ops.dense(x, kernel.astype(jnp.bfloat16).astype(jnp.float32), recipe=recipe)
+        return jnp.tanh(ops.dense(h, shared, recipe=recipe))
+
+    run = jax.checkpoint(block) if remat else block
+
+    def loss(params, x):
+        body = lambda x, kernel: (run(x, kernel, params["shared"]), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(body, x, params["layers"]["up"])[0] ** 2)
+
+    return loss
+
+
+def unrolled_loss(params, x):
+    for i in range(3):
+        h = ops.dense(x, params[f"up{i}"].astype(jnp.bfloat16).astype(jnp.float32), recipe=RowwiseScaling())
+        x = jnp.tanh(ops.dense(h, params["shared"], recipe=RowwiseScaling()))
+    return jnp.sum(x**2)
+
+
+def assert_same(actual, wanted, tolerance=1e-5):
+    for field in FIELDS:
+        np.testing.assert_allclose(getattr(actual, field), getattr(wanted, field), rtol=tolerance, err_msg=field)
+
+
+def test_scan_and_remat(rng):
+    """A layer of a stack has the statistics that it has alone, and kernels that iterations share have one for all."""
+    kernels, shared, x = normal(rng, 3, 32, 32), normal(rng, 32, 32), normal(rng, 16, 32)
+    params = {"layers": {"up": kernels}, "shared": shared}
+    value, statistics = jax.jit(with_statistics(jax.value_and_grad(stack_loss(remat=True))))(params, x)
+    flat = {f"up{i}": kernel for i, kernel in enumerate(kernels)} | {"shared": shared}
+    alone, wanted = jax.jit(with_statistics(jax.value_and_grad(unrolled_loss)))(flat, x)
+    np.testing.assert_allclose(value[0], alone[0], rtol=1e-6)
+    np.testing.assert_allclose(value[1]["shared"], alone[1]["shared"], rtol=1e-4, atol=1e-5)
+    assert list(statistics) == ["layers/up", "shared"]
+    for role, product in COPIES:
+        found = statistics["layers/up"][role][product]
+        each = [wanted[f"up{i}"][role][product] for i in range(3)]
+        assert_same(found, jax.tree.map(lambda *parts: np.stack(parts), *each))
+        assert_same(statistics["shared"][role][product], wanted["shared"][role][product])
+
+
+def records_of(function, *args):
+    with observe.requesting(observe.Request(("activation", "kernel", "gradient"), ("forward", "dgrad", "wgrad"))):
+        closed = jax.make_jaxpr(function)(*args)
+    found = []
+
+    def run(*leaves):
+        results, records = evaluate(closed, leaves, [None] * len(leaves))
+        found.extend(records)
+        return results
+
+    jax.eval_shape(run, *jax.tree.leaves(args))
+    return found
+
+
+def test_recomputed_tensors_count_once():
+    stack, shared = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 32, 32), (32, 32)))
+    shapes = {"layers": {"up": stack}, "shared": shared}
+    x = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    count = collect_roles(records_of(jax.value_and_grad(stack_loss()), shapes, x))
+    assert count == {"activation": 2, "kernel": 2, "gradient": 2}
+    assert collect_roles(records_of(jax.value_and_grad(stack_loss(remat=True)), shapes, x)) == count
+
+
+def collect_roles(records):
+    return collections.Counter(record.static.role for record in records)
+
+
+def test_vmap_and_branches_and_while(rng):
+    """Examples are parts of one tensor; a branch that is not taken has no values; iterations are counted together."""
+    x, kernel = normal(rng, 4, 16, 32), normal(rng, 32, 32)
+    recipe = RowwiseScaling()
+
+    def function(params, x, taken):
+        y = jax.vmap(lambda x: ops.dense(x, params["mapped"], recipe=recipe))(x)
+        y = jax.lax.cond(taken, lambda x: ops.dense(x, params["branch"], recipe=recipe), lambda x: x, y)
+        again = lambda state: (state[0] + 1, ops.dense(state[1], params["loop"], recipe=recipe))  # noqa: E731
+        _, z = jax.lax.while_loop(lambda state: state[0] < 2, again, (0, x))
+        return y, z
+
+    step = jax.jit(with_statistics(function))
+    params = dict.fromkeys(("mapped", "branch", "loop"), kernel)
+    _, statistics = step(params, x, True)
+    quantization = recipe.quantization("activation")
+    wanted = expected(x.reshape(64, 32), quantization, "data")
+    assert_statistics(statistics["mapped"]["activation"]["forward"], wanted)
+    assert set(statistics["mapped"]) == {"activation", "kernel"}  # there is no backward pass
+    taken = statistics["branch"]["activation"]["forward"]
+    (mapped, z), others = step(params, x, False)
+    branch = others["branch"]["activation"]["forward"]
+    assert (float(branch.amax), float(branch.underflow), np.isnan(branch.largest_scale)) == (0.0, 0.0, True)
+    assert_statistics(taken, expected(np.reshape(mapped, (64, 32)), quantization, "data"))
+    once = jax.jit(lambda x: ops.dense(x, kernel, recipe=recipe))(x)
+    whole = expected(np.concatenate([x, once]).reshape(128, 32), quantization, "data")
+    assert_statistics(statistics["loop"]["activation"]["forward"], whole)
+    np.testing.assert_array_equal(z, jax.jit(lambda x: ops.dense(x, kernel, recipe=recipe))(once))
+
+
+def test_several_kernels_share_the_statistics_of_x(rng):
+    x, kernels = normal(rng, 16, 32), {"q": normal(rng, 32, 48), "k": normal(rng, 32, 16)}
+    function = lambda kernels, x: ops.dense(x, (kernels["q"], kernels["k"]), recipe=CurrentScaling())  # noqa: E731
+    _, statistics = jax.jit(with_statistics(function))(kernels, x)
+    wanted = expected(x, CurrentScaling().quantization("activation"), "data")
+    for name, kernel in kernels.items():
+        assert_statistics(statistics[name]["activation"]["forward"], wanted)
+        of_kernel = expected(kernel, CurrentScaling().quantization("kernel"), "transposed")
+        assert_statistics(statistics[name]["kernel"]["forward"], of_kernel)
+
+
+# --------------------------------------------------------------------------------------------------------- meshes
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "manual", "unchecked"])
+def test_meshes(kind, rng, require_devices):
+    """Statistics are those of whole tensors."""
+    require_devices(8)
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis, axis), devices=jax.devices()[:8])
+    x, kernel, dy = normal(rng, 64, 32), normal(rng, 32, 96), normal(rng, 64, 96)
+    recipe = RowwiseScaling()
+
+    def grad(params, x, dy):
+        return jax.grad(lambda params, x: jnp.sum(ops.dense(x, params["up"], recipe=recipe) * dy), (0, 1))(params, x)
+
+    if kind in ("manual", "unchecked"):
+
+        def local(params, x, dy):
+            dparams, dx = grad(params, x, dy)
+            return (dparams, dx) if kind == "manual" else (jax.lax.psum(dparams, "data"), jax.lax.psum(dx, "model"))
+
+        specs = {"up": P(None, "model")}, P("data")
+        function = jax.shard_map(
+            local, mesh=mesh, in_specs=(*specs, P("data", "model")), out_specs=specs, check_vma=kind == "manual"
+        )
+    else:
+        function = grad
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in ((kernel, P(None, "model")), (x, P("data", None)), (dy, P("data", "model")))
+    ]
+    with jax.set_mesh(mesh):
+        _, statistics = jax.jit(with_statistics(function))({"up": placed[0]}, *placed[1:])
+    of = statistics["up"]
+    assert_statistics(of["activation"]["forward"], expected(x, recipe.quantization("activation"), "data"))
+    assert_statistics(of["kernel"]["forward"], expected(kernel, recipe.quantization("kernel"), "transposed"))
+    if kind in ("auto", "explicit"):  # a device alone has scales of its part of a row
+        assert_statistics(of["gradient"]["dgrad"], expected(dy, recipe.quantization("gradient"), "data"))
+        assert_statistics(of["activation"]["wgrad"], expected(x, recipe.quantization("activation"), "transposed"))
+
+
+def test_collective_matmul(rng, require_devices):
+    require_devices(2)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, kernel, recipe = normal(rng, 32, 64), normal(rng, 64, 32), RowwiseScaling()
+
+    def local(params, x):
+        return parallel.all_gather_matmul(x, params["up"], axis_name="tp", gather_dimension=0, recipe=recipe)
+
+    function = jax.shard_map(
+        local, mesh=mesh, in_specs=({"up": P(None, "tp")}, P("tp")), out_specs=P(None, "tp")
+    )  # fmt: skip
+    grad = jax.value_and_grad(lambda params, x: jnp.sum(function(params, x) ** 2), argnums=(0, 1))
+    _, statistics = jax.jit(with_statistics(grad))({"up": kernel}, x)
+    of = statistics["up"]
+    assert_statistics(of["activation"]["forward"], expected(x, recipe.quantization("activation"), "data"))
+    assert_statistics(of["kernel"]["forward"], expected(kernel, recipe.quantization("kernel"), "transposed"))
+    assert {role: set(products) for role, products in of.items()}["gradient"] == {"dgrad", "wgrad"}
+
+
+# ---------------------------------------------------------------------------------------------- experts and the head
+
+
+def test_experts(rng):
+    x, kernels, sizes = normal(rng, 256, 32), normal(rng, 2, 32, 48), np.array([128, 100], np.int32)
+    recipe = BlockScaling()
+    function = lambda kernels, x: ops.grouped_dense(x, kernels, sizes, recipe=recipe)  # noqa: E731
+    _, statistics = jax.jit(with_statistics(function))(kernels, x)
+    of = statistics["kernels"]
+    rows = np.where(np.arange(256)[:, None] < 228, x, 0)
+    assert_statistics(of["activation"]["forward"], expected(rows, recipe.quantization("activation"), "data"))
+    each = [expected(kernel, recipe.quantization("kernel"), "transposed") for kernel in kernels]
+    found = of["kernel"]["forward"]
+    assert float(found.amax) == max(float(part["amax"]) for part in each)
+    assert float(found.smallest_scale) == pytest.approx(min(part["smallest_scale"] for part in each), rel=1e-6)
+
+
+def test_head(rng):
+    """Chunks of tokens are parts of one tensor."""
+    x, kernel, labels = normal(rng, 96, 32), normal(rng, 32, 64), rng.integers(0, 64, 96)
+    recipe = RowwiseScaling()
+
+    def loss(params, x):
+        options = {"recipe": recipe, "chunk_tokens": 40, "fp8_products": ("forward", "dgrad", "wgrad")}
+        return ops.linear_cross_entropy(x, params["head"], labels, **options)
+
+    (value, _), statistics = jax.jit(with_statistics(jax.value_and_grad(loss, argnums=(0, 1))))({"head": kernel}, x)
+    assert np.isfinite(value)
+    of = statistics["head"]
+    assert_statistics(of["activation"]["forward"], expected(x, recipe.quantization("activation"), "data"))
+    assert_statistics(of["kernel"]["dgrad"], expected(kernel, recipe.quantization("kernel"), "data"))
+    assert set(of["gradient"]) == {"dgrad", "wgrad"}
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+def small_loss(params, x):
+    for name in sorted(params):
+        x = ops.dense(x, params[name], recipe=CurrentScaling())
+    return jnp.sum(x**2)
+
+
+SMALL = {name: jax.ShapeDtypeStruct((32, 32), jnp.float32) for name in ("down", "gate", "up")}
+X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+
+
+def test_only_what_is_asked_for():
+    asked = Statistics(rules=("up", "ga*"), roles=("gradient", "kernel"), products=("dgrad",))
+    _, statistics = jax.eval_shape(with_statistics(jax.grad(small_loss), asked), SMALL, X)
+    assert {name: {role: list(products) for role, products in of.items()} for name, of in statistics.items()} == {
+        name: {"gradient": ["dgrad"], "kernel": ["dgrad"]} for name in ("gate", "up")
+    }
+    assert statistics["up"]["kernel"]["dgrad"].exponents is None
+
+
+def primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def test_programs_without_a_request_are_what_they_were():
+    trace = jax.make_jaxpr(jax.value_and_grad(small_loss))
+    before = trace(SMALL, X)
+    jax.eval_shape(with_statistics(jax.value_and_grad(small_loss)), SMALL, X)
+    after = trace(SMALL, X)
+    assert not {observe.LINK, observe.TAG} & set(primitives(after.jaxpr))
+    assert list(primitives(after.jaxpr)) == list(primitives(before.jaxpr))
+    with observe.requesting(observe.Request(("kernel",), ("forward",))):
+        assert {observe.LINK, observe.TAG} <= set(primitives(trace(SMALL, X).jaxpr))
+
+
+def test_donated_steps_and_logs(rng):
+    """A whole step in a donated jit; scalars and the table have every tensor."""
+    params, x = {name: normal(rng, 32, 32) for name in SMALL}, normal(rng, 16, 32)
+
+    def step(params, x):
+        gradients = jax.grad(small_loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients)
+
+    donated = jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params)
+    following, statistics = jax.jit(with_statistics(step), donate_argnums=0)(donated, x)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+    np.testing.assert_allclose(following["up"], jax.jit(step)(params, x)["up"], rtol=1e-6)
+    scalars = debug.scalars(statistics)
+    assert len(scalars) == 3 * 6 * len(FIELDS)
+    assert scalars["up/kernel/dgrad/amax"] == np.abs(params["up"]).max()
+    lines = debug.table(statistics, sort_by="amax", most=4).splitlines()
+    assert len(lines) == 6
+    largest = max((value, name) for name, value in scalars.items() if name.endswith("/amax"))[1]
+    assert lines[2].split()[:2] == largest.split("/")[:2]
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rules": "up"}, "rules is 'up'; it must be a tuple of patterns"),
+        ({"rules": ()}, r"rules is \(\)"),
+        ({"roles": ("weight",)}, r"roles is \('weight',\); it must be a tuple of one or more names out of"),
+        ({"products": "forward"}, "products is 'forward'"),
+        ({"exponents": 1}, "exponents is 1; it must be True or False"),
+    ],
+)
+def test_refused_statistics(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Statistics(**arguments)
+
+
+def test_refused_functions():
+    with pytest.raises(ValueError, match=r"rules has 'mlp/\*', which matches no layer in FP8 of function; it has"):
+        jax.eval_shape(with_statistics(small_loss, Statistics(rules=("up", "mlp/*"))), SMALL, X)
+    with pytest.raises(NotImplementedError, match="with_statistics is differentiated"):
+        jax.eval_shape(jax.grad(lambda *args: with_statistics(small_loss)(*args)[0]), SMALL, X)
+    with pytest.raises(ValueError, match="statistics is 'up'"):
+        with_statistics(small_loss, "up")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="sort_by is 'loss'"):
+        debug.table({}, sort_by="loss")
+    with pytest.raises(ValueError, match="neither arrays nor hashable"):
+        with_statistics(lambda x, options: x)(np.ones(3), {1, 2})
