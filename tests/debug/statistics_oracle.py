@@ -60,6 +60,8 @@ def _spread(scale_inv, scaling, shape):
         return np.broadcast_to(scale_inv, shape)
     if scaling == "row":
         return np.broadcast_to(scale_inv[:, None], shape)
+    if scaling == "block_1x32":
+        return np.repeat(scale_inv, 32, axis=1)[:, : shape[1]]
     if scaling == "block_1x128":
         return np.repeat(scale_inv.T, 128, axis=1)[:, : shape[1]]
     return np.repeat(np.repeat(scale_inv, 128, axis=0), 128, axis=1)[: shape[0], : shape[1]]

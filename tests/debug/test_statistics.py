@@ -16,7 +16,7 @@ from te_jax import debug, ops, parallel
 from te_jax._core import observe
 from te_jax.debug import Statistics, with_statistics
 from te_jax.debug._collect import evaluate
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 
 COPIES = {
     ("activation", "forward"): "data",
@@ -31,6 +31,7 @@ RECIPES = {
     "power of two": CurrentScaling(power_of_two_scales=True),
     "row": RowwiseScaling(),
     "block": BlockScaling(),
+    "mxfp8": MXFP8Scaling(),
     "delayed": DelayedScaling(history_len=2),
 }
 _AMAX = 2.0  # of delayed scaling: larger values saturate
