@@ -31,7 +31,7 @@ STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 # rounding of numbers.
 _CHANGEABLE = (
     *("text", "tokenizer", "from_", "checkpoint_every", "devices", "replicas", "fsdp", "tp", "cp", "transport"),
-    *("remat", "offload", "microbatches", "deterministic"),
+    *("remat", "offload", "microbatches", "deterministic", "statistics"),
 )
 
 
@@ -155,6 +155,12 @@ class Options:
         "float32 too, with optax's loss",
         action="store_true",
     )
+    statistics: int = _option(
+        0,
+        "with --recipe: every N steps, a step with statistics of the tensors in FP8, for the log, a figure and "
+        "warnings; 0 for none",
+        metavar="N",
+    )
     checkpoint_every: int | None = _option(
         None, "steps between checkpoints (1000 on GPUs, 100 on CPUs)", type=int, metavar="STEPS"
     )
@@ -208,6 +214,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{flag(name)} is {value}: it must be at least 1")
+        if self.statistics < 0:
+            raise UserError(f"--statistics is {self.statistics}: it must be at least 1, or 0 for none")
         if self.cp > 1 and self.fsdp not in (None, self.cp):
             raise UserError(
                 f"--cp is {self.cp} and --fsdp {self.fsdp}: devices that share windows share the parameters, too; "

@@ -167,6 +167,11 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
             raise UserError(f"--{option} {value} is unknown: choose one of {', '.join(known)}")
     if options.fp8_logits and options.head_recipe == "none":
         raise UserError("--fp8-logits needs a recipe of the output head: add --head-recipe, such as block")
+    if options.statistics and options.recipe == options.head_recipe == "none":
+        raise UserError(
+            f"--statistics {options.statistics} has nothing to show, since no layer is in FP8: add --recipe, such as "
+            "block, or leave it out"
+        )
     model = _model(options, vocab_size)
     if model.experts is not None:
         _check_experts(options)

@@ -13,7 +13,7 @@ from typing import Any
 import tqdm
 
 from te_jax._core.devices import bf16_peak
-from te_jax.cli import _processes
+from te_jax.cli import _processes, _statistics
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
@@ -46,6 +46,14 @@ class Progress:
     def time_steps(self) -> None:
         """Times the steps from here on. Call it when the last step, and what followed it, has ended."""
         self._timed_since = time.perf_counter()
+
+    def stop_timing(self) -> None:
+        """Times no steps until `time_steps`. Call it when the last step has ended."""
+        self._timed_since = None
+
+    def note(self, text: str) -> None:
+        """Prints a sentence about something that is no error, above the bar."""
+        self._bar.write(f"te-jax: note: {text}", file=sys.stderr)
 
     def step(self, step: int, losses: Mapping[str, float]) -> None:
         """A step has ended."""
@@ -185,6 +193,79 @@ def draw_losses(
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path)
+
+
+def draw_statistics(path: Path, title: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Draws the statistics of a log as a PNG: for each role of a tensor the errors of all layers, and the shares of
+    values that become zero or saturate, of which the largest is named.
+
+    Args:
+      path: PNG file to write.
+      title: of the figure.
+      records: of `_statistics.record_of`, at least one.
+    """
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps, found = [record["step"] for record in records], _worst_products(records)
+    height = min(9.0, 1.2 + 0.16 * max(len(fields["error"]) for fields in found.values()))
+    figure = Figure(figsize=(4.2 * len(found), height + 5.0), dpi=120, layout="constrained")
+    grid: Any = figure.subplots(3, len(found), squeeze=False, height_ratios=[height, 2.2, 2.2])
+    errors = ScalarMappable(LogNorm(0.01, 1.0), colormaps["viridis"].with_extremes(bad="#d9d9d9"))
+    gaps = [after - before for before, after in zip([0, *steps], steps, strict=False)]
+    edges = [*(step - gap / 2 for step, gap in zip(steps, gaps, strict=True)), steps[-1] + gaps[-1] / 2]
+    for (role, fields), (top, *others) in zip(found.items(), grid.T, strict=True):
+        names = list(fields["error"])
+        rows = range(len(names) + 1)
+        top.pcolormesh(edges, rows, list(fields["error"].values()), norm=errors.norm, cmap=errors.cmap)
+        every = -(-len(names) // 48)
+        top.set_yticks([row + 0.5 for row in rows[:-1:every]], names[::every], fontsize=6)
+        top.invert_yaxis()
+        top.set_title(role, loc="left", color=_INK, fontsize=10)
+        for panel, field in zip(others, ("underflow", "saturation"), strict=True):
+            _draw_shares(panel, field, steps, fields[field], _statistics.limit_of(field, role))
+        for panel in (top, *others):
+            panel.tick_params(colors=_MUTED, labelcolor=_INK)
+            panel.set_xlim(edges[0], edges[-1])
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        others[-1].set_xlabel("step")
+    figure.colorbar(errors, ax=grid[0, -1], label="relative error")
+    figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=11, fontweight="bold")
+    figure.savefig(path)
+
+
+def _worst_products(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """{role: {field: {layer: the largest value of its products in each record, NaN where one is}}}."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for place, record in enumerate(records):
+        for layer, role, _, values in _statistics.tensors_of(record):
+            for field in ("error", "underflow", "saturation"):
+                column = found.setdefault(role, {}).setdefault(field, {}).setdefault(layer, [0.0] * len(records))
+                both = column[place], values[field]
+                column[place] = math.nan if any(map(math.isnan, both)) else max(both)
+    return {role: found[role] for role in ("activation", "kernel", "gradient") if role in found}
+
+
+def _draw_shares(panel: Any, field: str, steps: Sequence[int], shares: Mapping[str, list[float]], limit: float) -> None:
+    """A curve for each layer, and the limit above which a run warns."""
+    from matplotlib.ticker import FuncFormatter
+
+    largest, worst, step = max(
+        (share, name, step) for name, column in shares.items() for step, share in zip(steps, column, strict=True)
+    )
+    for name, column in shares.items():
+        panel.plot(steps, column, color=_ORANGE if name == worst else _BLUE, linewidth=0.9, alpha=0.45)
+    panel.plot(steps, shares[worst], color=_ORANGE, linewidth=1.4, marker="o", markersize=2.0)
+    panel.axhline(limit, color=_MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
+    panel.set_yscale("symlog", linthresh=1e-4)
+    panel.set_ylim(0.0, 1.0)
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
+    words = f"{worst}, {largest:.2%} at step {step}" if largest else "none"
+    panel.set_title(f"{field}: {words}", loc="left", color=_ORANGE, fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def _format_losses(losses: Mapping[str, float]) -> str:

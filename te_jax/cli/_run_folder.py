@@ -1,8 +1,9 @@
 """The folder of a training run: a log that says what happened and checkpoints from which it can go on.
 
-    log.jsonl      a header, then one record for every step and every validation, in order
+    log.jsonl      a header, then one record for every step, every validation, and statistics, in order
     checkpoints/   the two latest states, each with checksums
     loss.png       the curves of the log
+    statistics.png those of its statistics, if there are any
 
 Every record up to a step is on disk before the checkpoint of that step is. When a run is resumed and its checkpoint is
 restored, the log is cut off after that step, and what followed is written again, the same. A run that goes on with
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from te_jax.cli import _processes
+from te_jax.cli import _processes, _statistics
 from te_jax.cli.errors import DamagedError, UserError, note
 
 __all__ = ["RunFolder", "RunShare"]
@@ -125,7 +126,7 @@ class RunFolder:
                 line = line[self._log.write(line) :]
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """The records of one kind ("train" or "validation"), in order.
+        """The records of one kind ("train", "validation" or "statistics"), in order.
 
         Raises:
           UserError: another program has replaced the log.
@@ -427,9 +428,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_record(values: dict[str, Any]) -> bool:
-    """Whether they are a header, or the losses of a step."""
+    """Whether they are a header, or the losses or the statistics of a step."""
     if values.get("kind") == "header":
         return isinstance(values.get("options"), dict)
+    if values.get("kind") == "statistics":
+        return type(values.get("step")) is int and values["step"] >= 0 and _statistics.is_record(values)
     losses = {name: value for name, value in values.items() if name not in ("kind", "step")}
     return (
         values.get("kind") in ("train", "validation")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from te_jax import layers, optim
+from te_jax import debug, layers, optim
 from te_jax.cli import _plan
 from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
@@ -64,6 +64,9 @@ class Learner(NamedTuple):
       resumed: (what a checkpoint holds, with adapters the model that they belong to, else None) → state.
       begin: parameters of a model → TrainState.
       param_shardings: where the parameters of a model lie, in a tree like theirs.
+      step_with_statistics: as step, with the statistics of `te_jax.debug.with_statistics` as a third result; None
+        without --statistics. Layers that quantize a gated activation in one kernel do so in two, so that losses may
+        differ in their last bits.
     """
 
     init: Callable[[jax.Array], TrainState]
@@ -73,6 +76,7 @@ class Learner(NamedTuple):
     resumed: Callable[[TrainState, Any], TrainState]
     begin: Callable[[Any], TrainState]
     param_shardings: Any
+    step_with_statistics: Callable[[TrainState, Tokens], tuple[TrainState, Losses, Any]] | None = None
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
@@ -201,11 +205,23 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
     in_place = None if sums_replicas or plan.options.pack else decoder.is_head
 
-    def step(state: TrainState, windows: Tokens) -> tuple[TrainState, Losses]:
-        losses, gradients, scaling = _value_and_gradients(loss, state, windows, in_place)
+    def gradients_of(state: TrainState, windows: Tokens) -> tuple[Losses, Any, Any]:
+        return _value_and_gradients(loss, state, windows, in_place)
+
+    def next_state(state: TrainState, gradients: Any, scaling: Any) -> TrainState:
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params, kernels = _updated(state.params, updates, how if config.lora is None else None)
-        return TrainState(params, optimizer_state, scaling, kernels, state.frozen), losses
+        return TrainState(params, optimizer_state, scaling, kernels, state.frozen)
+
+    def step(state: TrainState, windows: Tokens) -> tuple[TrainState, Losses]:
+        losses, gradients, scaling = gradients_of(state, windows)
+        return next_state(state, gradients, scaling), losses
+
+    def step_with_statistics(state: TrainState, windows: Tokens) -> tuple[TrainState, Losses, Any]:
+        # Kernels that come quantized have no statistics. Layers quantize them to the same bits.
+        plain = state._replace(kernels=jax.tree.map(lambda _: None, state.params))
+        (losses, gradients, scaling), statistics = debug.with_statistics(gradients_of)(plain, windows)
+        return next_state(state, gradients, scaling), losses, statistics
 
     def evaluate(state: TrainState, windows: Tokens) -> Losses:
         def of_batch(batch: tuple[Tokens, jax.Array | None]) -> Losses:
@@ -234,6 +250,11 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         resumed=resumed,
         begin=jit(begin, donate_argnums=() if config.lora else 0, out_shardings=shardings),
         param_shardings=placement.of_params(base),
+        step_with_statistics=jit(
+            step_with_statistics, donate_argnums=0, out_shardings=(shardings, placement.state, placement.state)
+        )
+        if plan.options.statistics
+        else None,
     )
 
 

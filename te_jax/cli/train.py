@@ -24,7 +24,18 @@ import optax
 
 import te_jax
 from te_jax._core.terminal import reason_of
-from te_jax.cli import _interruption, _options, _placement, _plan, _processes, _report, _run_folder, _step, _text
+from te_jax.cli import (
+    _interruption,
+    _options,
+    _placement,
+    _plan,
+    _processes,
+    _report,
+    _run_folder,
+    _statistics,
+    _step,
+    _text,
+)
 from te_jax.cli._plan import Plan
 from te_jax.cli._run_folder import RunFolder, RunShare, StoredRun
 from te_jax.cli._step import Learner, TrainState
@@ -258,7 +269,10 @@ def _train(
     flops = len(learners) * plan.config.flops_per_token(options.seq_len)
     tokens = options.batch * options.seq_len
     progress = _report.Progress(options.steps, done, tokens, flops, plan.placement.devices)
-    records = _Records(folder, progress)
+    watch = _statistics.Watch(delayed=options.recipe == "delayed") if options.statistics else None
+    in_fp8 = plan.config.recipe is not None or plan.config.head_recipe is not None
+    hint = "; --resume --statistics 1 names the layer where it begins" if in_fp8 and options.statistics != 1 else ""
+    records = _Records(folder, progress, watch, hint)
     vote = _processes.Vote(plan.placement.mesh)
 
     def evaluate(step: int) -> None:
@@ -274,17 +288,27 @@ def _train(
                 training.ids.size, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
             )
             batch = _windows(training, starts.reshape(options.microbatches, microbatch), plan)
+            looks = watch is not None and step % options.statistics == 0
+            if looks:
+                records.flush()
+                progress.stop_timing()
             losses = {}
             for name, learner in learners.items():
-                states[name], losses[name] = learner.step(states[name], batch)
+                if looks and name == plan.models[0].loss_name:
+                    assert learner.step_with_statistics is not None
+                    states[name], losses[name], statistics = learner.step_with_statistics(states[name], batch)
+                    records.add_statistics(step, statistics)
+                else:
+                    states[name], losses[name] = learner.step(states[name], batch)
             records.add("train", step, losses)
             if (asked := vote(signals[0] if signals else 0)) and not signals:
                 signals.append(signal.Signals(asked))
             stops = step == options.steps or asked > 0
             evaluates = step % options.eval_every == 0 or step == options.steps
             saves = step % plan.checkpoint_every == 0 or stops
-            # Not timed: the first step, which waits for the compiler, validations, and copies for checkpoints.
-            if step == done + 1 or evaluates or saves:
+            # Not timed: the first step, which waits for the compiler, those with statistics, validations, and copies
+            # for checkpoints.
+            if step == done + 1 or looks or evaluates or saves:
                 records.flush()
                 if evaluates:
                     evaluate(step)
@@ -331,15 +355,26 @@ def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:
 class _Records:
     """Losses that are still on the devices: fetched a few steps late, so that the devices never wait for the host."""
 
-    def __init__(self, folder: RunFolder, progress: _report.Progress):
+    def __init__(
+        self, folder: RunFolder, progress: _report.Progress, watch: _statistics.Watch | None = None, hint: str = ""
+    ):
         self._folder = folder
         self._progress = progress
+        self._watch = watch
+        self._hint = hint  # at the end of the error of a loss that is not finite
         self._pending: deque[tuple[str, int, dict[str, Losses]]] = deque()
 
     def add(self, kind: str, step: int, losses: dict[str, Losses]) -> None:
         self._pending.append((kind, step, losses))
         while len(self._pending) > _STEPS_IN_FLIGHT:
             self._fetch()
+
+    def add_statistics(self, step: int, statistics: Any) -> None:
+        assert self._watch is not None
+        record = _statistics.record_of(step, statistics)
+        self._folder.append(record)
+        for sentence in self._watch.look(record):
+            self._progress.note(sentence)
 
     def flush(self) -> None:
         while self._pending:
@@ -350,7 +385,11 @@ class _Records:
         for name, each in losses.items():
             if not math.isfinite(objective := float(each.objective)):
                 words = name.replace("_", " ")
-                raise UserError(f"the {kind} {words} is {objective} at step {step}: try a smaller --learning-rate")
+                found = self._watch and self._watch.nonfinite
+                where = f" ({found})" if found else self._hint
+                raise UserError(
+                    f"the {kind} {words} is {objective} at step {step}: try a smaller --learning-rate{where}"
+                )
         record = {name: float(each.cross_entropy) for name, each in losses.items()}
         if (load := losses["loss"].largest_load) is not None:
             record["largest_load"] = float(load)
@@ -390,5 +429,10 @@ def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
                 _report.draw_losses(figure, title, label, training, validation, plan.token, cost)
         print(_report.summary(label, training, validation, plan.token))
         files.append(figure.name)
+    if statistics := folder.records("statistics"):
+        of_statistics = folder.path / "statistics.png"
+        with _run_folder.writing(folder.path):
+            _report.draw_statistics(of_statistics, title, statistics)
+        files.append(of_statistics.name)
     how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"
     print(f"{options.steps} steps{how} in {folder.path}: {', '.join(files)}")
