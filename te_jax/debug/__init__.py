@@ -2,7 +2,9 @@
 
 from te_jax.debug.comparison import Comparison, LayerErrors, compare
 from te_jax.debug.statistics import Statistics, TensorStatistics, scalars, table, with_statistics
+from te_jax.debug.writers import JSONLinesWriter, Writer, write
 
 __all__ = [
-    "Comparison", "LayerErrors", "Statistics", "TensorStatistics", "compare", "scalars", "table", "with_statistics",
+    "Comparison", "JSONLinesWriter", "LayerErrors", "Statistics", "TensorStatistics", "Writer", "compare", "scalars",
+    "table", "with_statistics", "write",
 ]  # fmt: skip
