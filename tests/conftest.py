@@ -51,6 +51,7 @@ _SLOW = {
     *("benchmarks/*_famil*.py", "benchmarks/test_profile.py"),  # each family, with its peers
     *("cli/test_train*.py", "cli/test_bench.py"),  # trainings, and processes that are killed and resumed
     *("docs/test_examples.py", "docs/test_commands.py", "conformance/test_golden.py"),
+    *("linear/test_linear_products.py", "ops/test_mxfp8.py"),  # conformance rows have them, too
     *("models/test_decoder_*.py", "models/test_tensor_parallel.py", "offload/test_stack.py", "offload/test_values.py"),
     *("optim/test_buckets.py", "optim/test_convert.py", "optim/test_offload.py", "optim/test_sharding.py"),
     *("optim/test_optax_manners.py", "optim/test_rounding.py", "optim/test_overwrite.py"),
