@@ -158,8 +158,8 @@ def test_scan_and_remat(rng):
     for role, product in COPIES:
         found = statistics["layers/up"][role][product]
         each = [wanted[f"up{i}"][role][product] for i in range(3)]
-        assert_same(found, jax.tree.map(lambda *parts: np.stack(parts), *each), 5e-3)
-        assert_same(statistics["shared"][role][product], wanted["shared"][role][product], 5e-3)
+        assert_same(found, jax.tree.map(lambda *parts: np.stack(parts), *each), 3e-2)
+        assert_same(statistics["shared"][role][product], wanted["shared"][role][product], 3e-2)
 
 
 def records_of(function, *args):
