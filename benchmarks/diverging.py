@@ -104,12 +104,12 @@ def series_of(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arr
 
 
 def train(variant: Variant, seed: int, steps: int = STEPS) -> dict[str, Any]:
-    """A run: losses, statistics of layers in FP8, and losses of series by their amplitude at the end."""
+    """A run up to a step: losses, statistics of layers in FP8, and losses at the end by the amplitude of series."""
     model = Forecast(variant, nnx.Rngs(seed))
     if variant.recipe is not None:
         convert(model, variant.recipe, rules=variant.rules)
     graph, params = nnx.split(model, nnx.Param)
-    adam = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
+    adam = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, STEPS))
 
     def errors(params: Any, series: jax.Array, following: jax.Array) -> jax.Array:
         return jnp.mean((nnx.merge(graph, params)(series).astype(jnp.float32) - following) ** 2, axis=1)
@@ -126,7 +126,7 @@ def train(variant: Variant, seed: int, steps: int = STEPS) -> dict[str, Any]:
 
     several = jax.jit(lambda state, keys: jax.lax.scan(step, state, keys))
     observed = jax.jit(debug.with_statistics(gradient))
-    keys = jax.random.split(jax.random.key(100 + seed), steps)
+    keys = jax.random.split(jax.random.key(100 + seed), STEPS)
     state, losses, statistics = (params, adam.init(params)), [], {}
     for first in range(0, steps, _LOSS_EVERY):
         if variant.recipe is not None and first % _STATISTICS_EVERY == 0:
@@ -202,7 +202,7 @@ LABEL = (
 
 def figure(runs: Runs) -> str:
     """An SVG of three panels, in which the second seed has dashes. The same results give the same bytes."""
-    shown = {key: run for key, run in runs.items() if VARIANTS[key[0]].epsilon == Variant.epsilon}
+    shown = {key: run for key, run in runs.items() if VARIANTS[key[0]].epsilon == Variant(None).epsilon}
     losses = {
         key: [(_LOSS_EVERY * (place + 0.5), loss) for place, loss in enumerate(run["losses"])]
         for key, run in shown.items()
@@ -211,7 +211,7 @@ def figure(runs: Runs) -> str:
     by_decade = {key: [(d + 0.5, loss) for d, loss in enumerate(run["final_by_decade"])] for key, run in shown.items()}
     zeros = {
         key: [
-            (int(step), 100 * values.get("embed/activation/forward/underflow", 0.0)) for step, values in found.items()
+            (float(step), 100 * values.get("embed/activation/forward/underflow", 0.0)) for step, values in found.items()
         ]
         for key, run in shown.items()
         if (found := run["statistics"])
