@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
 
 from te_jax import ops
 from te_jax.offload._options import LAYER_INPUT, Offload, Residual
@@ -169,11 +170,14 @@ class Plan:
             place for place, source in enumerate(self.sources) if source == place and self.residuals[place] is None
         ]
         found = {place: operands[self.inputs[place]] for place in wanted if place in self.inputs}
-        if len(found) < len(wanted):
-            # XLA computes of this what the others need.
-            like = self.closed.in_avals[len(operands) :]
-            _, residuals = self.run(operands, [lax.empty(aval.shape, aval.dtype) for aval in like])
-            found |= {place: residuals[place] for place in wanted if place not in found}
+        if computed := [place for place in wanted if place not in found]:
+            first, closed = self.output.num_leaves, self.closed
+            used = [place - first in computed for place in range(len(closed.out_avals))]
+            jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+            # What is left of x is read by nothing that the residuals depend on.
+            x = [lax.empty(aval.shape, aval.dtype) for aval in closed.in_avals[len(operands) :]]
+            residuals = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*operands, *x)
+            found |= dict(zip(computed, residuals, strict=True))
         return found
 
 
