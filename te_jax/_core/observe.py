@@ -67,11 +67,13 @@ class Layer:
       operation: name of the public function.
       links: those of the kernels that an operand belongs to.
       dgrad_copy: "data" or "transposed", the copy of a kernel that the gradient of x reads.
+      transposed_later: whether products that read the transposed copy get it from the data.
     """
 
     operation: str
     links: tuple[Array, ...]
     dgrad_copy: str
+    transposed_later: bool = False
 
     def product(self, role: str, copy: str) -> str:
         """The product that reads a copy of a tensor."""
@@ -90,6 +92,17 @@ _layer: contextvars.ContextVar[Layer | None] = contextvars.ContextVar("te_jax_la
 def layer(operation: str, links: Sequence[Array], dgrad_copy: str) -> Iterator[None]:
     """A context in which operands of kernels with these links are quantized; without effect if there is none."""
     token = _layer.set(Layer(operation, tuple(links), dgrad_copy) if links else None)
+    try:
+        yield
+    finally:
+        _layer.reset(token)
+
+
+@contextlib.contextmanager
+def transposed_later(flag: bool) -> Iterator[None]:
+    """A context in which arrays are quantized whose transposed copy is made from the data afterwards, if `flag`."""
+    current = _layer.get()
+    token = _layer.set(current and dataclasses.replace(current, transposed_later=flag))
     try:
         yield
     finally:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from te_jax import debug
-from te_jax.models.config import ATTENTION, MLP
+from te_jax.debug.statistics import FIELDS
 
 MAX_SATURATION = 0.01
 """Share of a tensor's values beyond the largest FP8 value. Scales that follow from the values themselves saturate none.
@@ -23,8 +21,6 @@ are nearly zero beside those of the other tokens."""
 # Scales of delayed scaling are 1 until a gradient has been seen, which takes a step for each layer behind it at most.
 _STEPS_WITHOUT_SCALES = 3
 
-_FIELDS = ("amax", "smallest_scale", "largest_scale", "underflow", "saturation", "nonfinite", "error")
-_OF_BLOCK = re.compile(r"layers/(?P<index>\d+)/(?P<name>.*)")
 _NO_LAYER = "frozen/"  # of the train state, beside adapters
 
 
@@ -48,17 +44,7 @@ def record_of(step: int, statistics: Any) -> dict[str, Any]:
         layer, role, product, _ = name.removeprefix(_NO_LAYER).rsplit("/", 3)
         values = found.setdefault(layer, {}).setdefault(role, {}).setdefault(product, [])
         values.append(float(f"{value:.4g}") if math.isfinite(value) else None)
-    layers = {layer: found[layer] for layer in sorted(found, key=_place)}
-    return {"kind": "statistics", "step": step, "fields": list(_FIELDS), "layers": layers}
-
-
-def _place(layer: str) -> tuple[int, int, str]:
-    """Sorts layers by the order of the forward pass; jit has sorted them by their names."""
-    block = _OF_BLOCK.fullmatch(layer)
-    if block is None:  # the head
-        return sys.maxsize, 0, layer
-    name = block["name"].partition("/")[0]
-    return int(block["index"]), (*ATTENTION, *MLP).index(name) if name in (*ATTENTION, *MLP) else len(ATTENTION), layer
+    return {"kind": "statistics", "step": step, "fields": list(FIELDS), "layers": found}
 
 
 def is_record(values: Mapping[str, Any]) -> bool:
@@ -66,7 +52,7 @@ def is_record(values: Mapping[str, Any]) -> bool:
     fields, layers = values.get("fields"), values.get("layers")
     return (
         isinstance(fields, list)
-        and set(_FIELDS) <= set(fields)
+        and set(FIELDS) <= set(fields)
         and isinstance(layers, dict)
         and all(isinstance(of_layer, dict) for of_layer in layers.values())
         and all(isinstance(of_role, dict) for of_layer in layers.values() for of_role in of_layer.values())

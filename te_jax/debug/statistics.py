@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -132,8 +133,8 @@ def with_statistics(
       statistics: which of them.
 
     Returns:
-      A function that returns (result, {layer: {role: {product: TensorStatistics}}}). It can be jitted, and not
-      differentiated.
+      A function that returns (result, {layer: {role: {product: TensorStatistics}}}), layers in the order of the forward
+      pass. It can be jitted, and not differentiated.
 
     Raises:
       ValueError: statistics is no `Statistics`; a rule matches no layer; or an argument is neither array nor hashable.
@@ -162,10 +163,11 @@ def with_statistics(
 def by_layer(
     statistics: Statistics, records: list[Record], names: Mapping[Any, str]
 ) -> dict[str, dict[str, dict[str, TensorStatistics]]]:
-    """{layer: {role: {product: statistics}}}, as far as they are asked for."""
+    """{layer: {role: {product: statistics}}}, as far as they are asked for, layers in the order of the forward pass."""
     check_rules(statistics.rules, list(names.values()))
     parts: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for record in sorted(records, key=lambda record: record.order):
+    # Kernels that iterations share are quantized before a loop.
+    for record in sorted(records, key=lambda record: (record.static.role != "activation", record.order)):
         name, static = names[record.source.layer], record.static
         if static.role not in ROLES or not matches(name, statistics.rules):
             continue
@@ -174,7 +176,7 @@ def by_layer(
             fields = {field: next(left) for field in entry.fields}
             for product in entry.products:
                 parts.setdefault((name, static.role, product), []).append(fields)
-    found: dict[str, dict[str, dict[str, TensorStatistics]]] = {}
+    found: dict[str, dict[str, dict[str, TensorStatistics]]] = collections.OrderedDict()  # dicts are sorted by jit
     for (name, role, product), several in parts.items():
         found.setdefault(name, {}).setdefault(role, {})[product] = _statistics(together(several))
     return found
@@ -232,7 +234,7 @@ def _share(part: Array, whole: Array) -> Array:
 
 # ------------------------------------------------------------------------------------------------------ for people
 
-_FIELDS = ("amax", "smallest_scale", "largest_scale", "underflow", "saturation", "nonfinite", "error")
+FIELDS = tuple(field.name for field in dataclasses.fields(TensorStatistics) if field.name != "exponents")
 
 
 def scalars(statistics: Mapping[str, LayerStatistics]) -> dict[str, float]:
@@ -262,8 +264,8 @@ def table(statistics: Mapping[str, LayerStatistics], *, sort_by: str = "error", 
     Raises:
       ValueError: sort_by is no such field.
     """
-    if sort_by not in _FIELDS:
-        raise ValueError(f"sort_by is {sort_by!r}; it must be one of {', '.join(map(repr, _FIELDS))}")
+    if sort_by not in FIELDS:
+        raise ValueError(f"sort_by is {sort_by!r}; it must be one of {', '.join(map(repr, FIELDS))}")
     merged: dict[tuple[str, str, tuple[str, ...]], tuple[list[str], dict[str, float]]] = {}
     for name, role, product, values in rows_of(statistics):
         key = name, role, tuple(map(str, values.values()))
@@ -293,5 +295,5 @@ def rows_of(statistics: Any) -> list[tuple[str, str, str, dict[str, float]]]:
             for product, of in products.items():
                 for index in np.ndindex(np.shape(of.amax)):
                     label = name + "".join(f"[{i}]" for i in index)
-                    found.append((label, role, product, {field: float(getattr(of, field)[index]) for field in _FIELDS}))
+                    found.append((label, role, product, {field: float(getattr(of, field)[index]) for field in FIELDS}))
     return found

@@ -49,7 +49,7 @@ def test_a_layer_with_outliers_is_found(rng):
 
 
 def test_a_stale_scale_is_found(rng):
-    """Of delayed scaling: the history of one layer is far too small, as after a restart from another checkpoint."""
+    """The history of delayed scaling is far too small in one layer, as after a restart from another checkpoint."""
     recipe, fault = DelayedScaling(history_len=2), int(rng.integers(4))
 
     def state(amax):

@@ -1,6 +1,7 @@
 """Statistics are those of NumPy, whatever the tensor, the recipe and the transformation."""
 
 import collections
+import contextlib
 import functools
 from typing import Any
 
@@ -12,10 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from statistics_oracle import FIELDS, assert_statistics, expected
 
-from te_jax import debug, ops, parallel
+from te_jax import debug, layers, ops, parallel
 from te_jax._core import observe
 from te_jax.debug import Statistics, with_statistics
 from te_jax.debug._collect import evaluate
+from te_jax.offload import LAYER_INPUT, Offload
+from te_jax.optim import Requantize
+from te_jax.parallel import FSDP
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
 from te_jax.testing import relative_error
 
@@ -271,23 +275,97 @@ def test_meshes(kind, rng, require_devices):
         assert_statistics(of["activation"]["wgrad"], expected(x, recipe.quantization("activation"), "transposed"))
 
 
-def test_collective_matmul(rng, require_devices):
+@pytest.mark.parametrize("recipe", [RowwiseScaling(), CurrentScaling()], ids=["row", "current"])
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_collective_matmul(name, recipe, rng, require_devices):
+    """Both products that read a tensor have its statistics, also where it travels once and is transposed afterwards."""
     require_devices(2)
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    x, kernel, recipe = normal(rng, 32, 64), normal(rng, 64, 32), RowwiseScaling()
+    x, kernel, dy = normal(rng, 32, 64), normal(rng, 64, 96), normal(rng, 32, 96)
+    gathers = name == "all_gather_matmul"
+    rows, cols = P("tp"), P(None, "tp")
+    options: dict[str, Any] = {"gather_dimension" if gathers else "scatter_dimension": 0}
 
     def local(params, x):
-        return parallel.all_gather_matmul(x, params["up"], axis_name="tp", gather_dimension=0, recipe=recipe)
+        return getattr(parallel, name)(x, params["up"], axis_name="tp", recipe=recipe, **options)
 
-    function = jax.shard_map(
-        local, mesh=mesh, in_specs=({"up": P(None, "tp")}, P("tp")), out_specs=P(None, "tp")
-    )  # fmt: skip
-    grad = jax.value_and_grad(lambda params, x: jnp.sum(function(params, x) ** 2), argnums=(0, 1))
+    specs = ({"up": cols}, rows) if gathers else ({"up": rows}, cols)
+    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=cols if gathers else rows)
+    grad = jax.grad(lambda params, x: jnp.sum(function(params, x) * dy), argnums=(0, 1))
     _, statistics = jax.jit(with_statistics(grad))({"up": kernel}, x)
     of = statistics["up"]
-    assert_statistics(of["activation"]["forward"], expected(x, recipe.quantization("activation"), "data"))
-    assert_statistics(of["kernel"]["forward"], expected(kernel, recipe.quantization("kernel"), "transposed"))
-    assert {role: set(products) for role, products in of.items()}["gradient"] == {"dgrad", "wgrad"}
+    assert {role: set(products) for role, products in of.items()} == {
+        "activation": {"forward", "wgrad"},
+        "kernel": {"forward", "dgrad"},
+        "gradient": {"dgrad", "wgrad"},
+    }
+    for role, tensor in (("activation", x), ("kernel", kernel), ("gradient", dy)):
+        for product, found in of[role].items():
+            copy = COPIES[role, product]
+            split = (role, copy) in _SPLIT_ROWS[name] and isinstance(recipe, RowwiseScaling)
+            if not split:  # a device alone has scales of its part of a row
+                assert_statistics(found, expected(tensor, recipe.quantization(role), copy), f"{role} {product}")
+
+
+_SPLIT_ROWS = {
+    "all_gather_matmul": {("gradient", "data"), ("kernel", "data")},
+    "matmul_reduce_scatter": {("activation", "data"), ("kernel", "transposed")},
+}
+
+
+_OFFLOAD = functools.partial(Offload, names=[LAYER_INPUT, "te_dense_activation"], min_size=0, required=False)
+STACKS = {
+    "unrolled": {},
+    "offload": {"offload": _OFFLOAD()},
+    "scan": {},
+    "scan and offload": {"offload": _OFFLOAD(implementation="native")},
+    "scan and XLA's offload": {"offload": _OFFLOAD(implementation="xla")},
+    "fsdp": {"fsdp": FSDP(2, min_size=0)},
+    "fsdp in fp8": {"fsdp": FSDP(2, min_size=0, quantize={"up": Requantize(BlockScaling())})},
+    "fsdp and offload": {"fsdp": FSDP(2, min_size=0), "offload": _OFFLOAD()},
+}
+
+
+@functools.cache
+def stack_statistics(name, remat):
+    """Statistics of three layers, and the kernels and x."""
+    rng = np.random.default_rng(7)
+    kernels, x = [4.0**i * normal(rng, 256, 256) for i in range(3)], normal(rng, 256, 256)
+    run = layers.scan_layers if "scan" in name else layers.apply_layers
+
+    def loss(params, x):
+        layer = lambda x, of: ops.dense(x, of["up"], recipe=BlockScaling())  # noqa: E731
+        return jnp.sum(run(layer, params["layers"], x, remat=remat, **STACKS[name]) ** 2)
+
+    of_layers = [{"up": kernel} for kernel in kernels]
+    params = {"layers": jax.tree.map(lambda *a: np.stack(a), *of_layers) if "scan" in name else of_layers}
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh) if "fsdp" in name else contextlib.nullcontext():
+        _, statistics = jax.jit(with_statistics(jax.value_and_grad(loss, argnums=(0, 1))))(params, x)
+    if "scan" in name:
+        of = statistics["layers/up"]
+        statistics = {f"layers/{i}/up": jax.tree.map(lambda leaf, i=i: leaf[i], of) for i in range(3)}
+    return statistics, kernels, x
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks(name, remat, require_devices):
+    """Every tensor counts as the layer has it, however the stack is run, and no other does: none of those of zeros with
+    which a backward pass computes again what parameters decide alone."""
+    require_devices(2)
+    statistics, kernels, x = stack_statistics(name, remat)
+    wanted, _, _ = stack_statistics("unrolled", False)
+    assert list(statistics) == [f"layers/{i}/up" for i in range(3)]
+    first = statistics["layers/0/up"]["activation"]["forward"]
+    assert_statistics(first, expected(x, BlockScaling().quantization("activation"), "data"))
+    for i, kernel in enumerate(kernels):
+        of, in_unrolled = statistics[f"layers/{i}/up"], wanted[f"layers/{i}/up"]
+        of_kernel = expected(kernel, BlockScaling().quantization("kernel"), "transposed")
+        assert_statistics(of["kernel"]["forward"], of_kernel)
+        for role, product in COPIES:
+            # Where sums end in other last bits, a value may round to the next code.
+            assert_same(of[role][product], in_unrolled[role][product], 1e-3)
 
 
 # ---------------------------------------------------------------------------------------------- experts and the head
@@ -328,12 +406,12 @@ def test_head(rng):
 
 
 def small_loss(params, x):
-    for name in sorted(params):
+    for name in ("up", "gate", "down"):
         x = ops.dense(x, params[name], recipe=CurrentScaling())
     return jnp.sum(x**2)
 
 
-SMALL = {name: jax.ShapeDtypeStruct((32, 32), jnp.float32) for name in ("down", "gate", "up")}
+SMALL = {name: jax.ShapeDtypeStruct((32, 32), jnp.float32) for name in ("up", "gate", "down")}
 X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 
 
@@ -341,7 +419,7 @@ def test_only_what_is_asked_for():
     asked = Statistics(rules=("up", "ga*"), roles=("gradient", "kernel"), products=("dgrad",))
     _, statistics = jax.eval_shape(with_statistics(jax.grad(small_loss), asked), SMALL, X)
     assert {name: {role: list(products) for role, products in of.items()} for name, of in statistics.items()} == {
-        name: {"gradient": ["dgrad"], "kernel": ["dgrad"]} for name in ("gate", "up")
+        name: {"gradient": ["dgrad"], "kernel": ["dgrad"]} for name in ("up", "gate")
     }
     assert statistics["up"]["kernel"]["dgrad"].exponents is None
 
@@ -367,7 +445,8 @@ def test_programs_without_a_request_are_what_they_were():
 
 
 def test_donated_steps_and_logs(rng):
-    """A whole step in a donated jit; scalars and the table have every tensor."""
+    """A whole step in a donated jit, which sorts dicts, and layers stay in the order of the forward pass; scalars and
+    the table have every tensor."""
     params, x = {name: normal(rng, 32, 32) for name in SMALL}, normal(rng, 16, 32)
 
     def step(params, x):
@@ -378,6 +457,7 @@ def test_donated_steps_and_logs(rng):
     following, statistics = jax.jit(with_statistics(step), donate_argnums=0)(donated, x)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
     np.testing.assert_allclose(following["up"], jax.jit(step)(params, x)["up"], rtol=1e-6)
+    assert list(statistics) == ["up", "gate", "down"]
     scalars = debug.scalars(statistics)
     assert len(scalars) == 3 * 6 * len(FIELDS)
     assert scalars["up/kernel/dgrad/amax"] == np.abs(params["up"]).max()

@@ -54,7 +54,7 @@ def _copies(
     data, transposed = (layer.product(role, copy) for copy in ("data", "transposed"))
     same = array.scaling == array.transposed_scaling in ("tensor", "block_128x128")
     both = array.data is not None and array.transposed is not None and array.data.dtype == array.transposed.dtype
-    if same and both:
+    if (same and both) or layer.transposed_later:
         yield array.without_transposed(), (data, transposed)
         return
     if array.data is not None:
@@ -87,10 +87,10 @@ def _fields(x: Array, copy: QuantizedArray, *, exponents: bool) -> dict[str, Arr
         "smallest_scale": jnp.min(jnp.where(known, scale, jnp.inf), initial=np.inf),
         "largest_scale": jnp.max(jnp.where(known, scale, -jnp.inf), initial=-np.inf),
         "count": jnp.full((), x.size, jnp.float32),
-        "nonzero": _number(nonzero),
-        "underflows": _number(nonzero & (read == 0.0)),
-        "saturated": _number(nonzero & beyond),
-        "nonfinite": _number(~finite),
+        "nonzero": _count(nonzero),
+        "underflows": _count(nonzero & (read == 0.0)),
+        "saturated": _count(nonzero & beyond),
+        "nonfinite": _count(~finite),
         "squares": _sum(jnp.where(finite, x, 0.0) ** 2),
         "error_squares": _sum(jnp.where(finite, x - read, 0.0) ** 2),
     }
@@ -107,11 +107,11 @@ def _with_scales(x: QuantizedArray, function: Callable[[Array], Array]) -> Quant
     return dataclasses.replace(x, **{name: function(s) for name, s in scales.items() if s is not None})
 
 
-def _number(flags: Array) -> Array:
+def _count(flags: Array) -> Array:
     """Float32, for integers of 32 bits do not count the values of all devices; those of a row they do."""
     return jnp.sum(jnp.sum(flags, axis=-1, dtype=jnp.int32).astype(jnp.float32))
 
 
 def _sum(x: Array) -> Array:
-    """Of rows first: float32 sums of one value after the other lose more."""
+    """The sum of the sums of rows, which loses less than float32 sums of one value after the other."""
     return jnp.sum(jnp.sum(x, axis=-1))

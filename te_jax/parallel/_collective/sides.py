@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from te_jax._core import observe
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops.gemm import gemm
 from te_jax.parallel._collective.call import CollectiveSpec, scaling_of
@@ -69,16 +70,17 @@ def sides_of(
     transposed_later = gathered and spec.scaling == "tensor"
     agreed = spec.scaling == "tensor" or (gathered and spec.scaling == "row")
     transposed = by_cols and not transposed_later
-    x8, amax, dbias = spec.fp8.quantize(
-        role,
-        x if isinstance(x, QuantizedArray) else x.reshape(-1, x.shape[-1]),  # pyright: ignore[reportArgumentType]
-        state,
-        row_ndim=1,
-        copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
-        quantization=quantization,
-        amax_axis={split: spec.axis_name} if agreed else None,
-        with_dbias=with_dbias,
-    )
+    with observe.transposed_later(by_cols and transposed_later):
+        x8, amax, dbias = spec.fp8.quantize(
+            role,
+            x if isinstance(x, QuantizedArray) else x.reshape(-1, x.shape[-1]),  # pyright: ignore[reportArgumentType]
+            state,
+            row_ndim=1,
+            copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
+            quantization=quantization,
+            amax_axis={split: spec.axis_name} if agreed else None,
+            with_dbias=with_dbias,
+        )
     rows = None if x8.data is None else _data_of(x8, lead)
     cols = None
     if x8.transposed is not None:
