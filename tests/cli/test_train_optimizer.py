@@ -56,7 +56,8 @@ def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(by_
     shown = capsys.readouterr().out
     assert read_header(whole)["options"]["optimizer_state"] == "fp8"
     found, expected = losses(whole), losses(by_optax)
-    np.testing.assert_array_equal(losses(whole, name="f32_states_loss"), expected)
+    # Two programs: what XLA fuses, and so the last bit, is another on another CPU.
+    np.testing.assert_allclose(losses(whole, name="f32_states_loss"), expected, rtol=1e-6)
     assert found[-1] != expected[-1]
     assert found[-1] == pytest.approx(expected[-1], rel=1e-2)
     assert found[-1] < found[0] - 1
@@ -135,7 +136,7 @@ def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
 
 def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
     record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
-    folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record])
+    folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record] * (kind != "statistics"))
     train._conclude(plan_of(recipe="current", optimizer_state="fp8", compare=True), folder, "")
     assert capsys.readouterr().out.startswith("current scaling ")
 
