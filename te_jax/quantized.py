@@ -173,7 +173,7 @@ def scale_dtype(scaling: Scaling) -> np.dtype:
 
 
 def block_size(scaling: Scaling) -> int:
-    """Of how many values along a dimension the blocks are that share a scale; 1 where none are cut."""
+    """How many values along a dimension share a scale of blocks; 1 with scales of tensors and rows, which cut none."""
     if scaling == "block_1x32":
         return MX_BLOCK
     return BLOCK if scaling.startswith("block") else 1

@@ -14,8 +14,6 @@ __all__ = ["XLA_CAPABILITY", "fp8_implementation", "operands_implementation", "u
 XLA_CAPABILITY: dict[Scaling, tuple[int, int]] = {"tensor": (8, 9), "block_1x32": (10, 0)}
 """By scaling, CUDA compute capability of the first GPUs for which XLA compiles FP8 products."""
 
-_NO_KERNELS = "no native kernel multiplies FP8 with 'block_1x32' scaling"
-
 
 def fp8_implementation(
     implementation: native.Implementation | None,
@@ -39,7 +37,6 @@ def fp8_implementation(
     native.validate_implementation(implementation)
     if implementation == "reference":
         return "reference"
-    problem = _NO_KERNELS if scaling == "block_1x32" else problem
     capability = native.compute_capability()
     xla_problem = _xla_problem(scaling, capability) if by_xla else "XLA has no FP8 product of groups of rows"
     if implementation == "xla":
@@ -87,7 +84,7 @@ def unsupported(scaling: Scaling | None, algorithm: str = "auto") -> str | None:
     """Why the native kernels cannot multiply FP8 with this scaling on the default backend's devices, if so."""
     capability = native.compute_capability()
     if scaling == "block_1x32":
-        return _NO_KERNELS
+        return "no native kernel multiplies FP8 with 'block_1x32' scaling"
     if scaling is None or capability is None:
         return None
     if scaling == "tensor" and algorithm != "te_jax":

@@ -171,16 +171,15 @@ def linear_cross_entropy(
     )
     sharding.validate_split("kernel", kernel, split.vocab_axis, remedy, "vocab_axis")
     products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
-    layer = None
+    layer, use_native = None, native.use_native(implementation)
     if recipe is not None:
         layer = LocalProducts(
             name=_NAME,
             recipe=recipe,
             implementation=implementation_for(implementation, recipe),
-            by_kernels=native.use_native(implementation),
+            by_kernels=use_native,
             kernel_contracting=kernel_contracting,
         )
-    use_native = native.use_native(implementation)
     head = _Head(
         split,
         kernel_contracting,

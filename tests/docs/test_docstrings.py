@@ -4,11 +4,11 @@ import doctest
 
 import pytest
 
-from te_jax import hlo, native, ops, parallel
+from te_jax import debug, hlo, native, offload, ops, parallel, recipe
 
 FUNCTIONS = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (hlo, native, ops, parallel)
+    for module in (debug, hlo, native, offload, ops, parallel, recipe)
     for name in module.__all__
 }
 EXAMPLES = {name: function for name, function in FUNCTIONS.items() if ">>>" in (function.__doc__ or "")}
