@@ -67,13 +67,14 @@ class Layer:
       operation: name of the public function.
       links: those of the kernels that an operand belongs to.
       dgrad_copy: "data" or "transposed", the copy of a kernel that the gradient of x reads.
-      transposed_later: whether products that read the transposed copy get it from the data.
+      data_copies: the copies that products have of the data, where the transposed one is made from it; () where the
+        data is what it says.
     """
 
     operation: str
     links: tuple[Array, ...]
     dgrad_copy: str
-    transposed_later: bool = False
+    data_copies: tuple[str, ...] = ()
 
     def product(self, role: str, copy: str) -> str:
         """The product that reads a copy of a tensor."""
@@ -99,10 +100,10 @@ def layer(operation: str, links: Sequence[Array], dgrad_copy: str) -> Iterator[N
 
 
 @contextlib.contextmanager
-def transposed_later(flag: bool) -> Iterator[None]:
-    """A context in which arrays are quantized whose transposed copy is made from the data afterwards, if `flag`."""
+def data_read_as(copies: tuple[str, ...]) -> Iterator[None]:
+    """A context in which arrays are quantized of whose data products have these copies; see `Layer.data_copies`."""
     current = _layer.get()
-    token = _layer.set(current and dataclasses.replace(current, transposed_later=flag))
+    token = _layer.set(current and dataclasses.replace(current, data_copies=copies))
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from te_jax._core.arguments import is_finite_number, is_whole_number, static_way
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.offload import Offload
-from te_jax.recipe import DelayedScaling, Product, Recipe
+from te_jax.recipe import DelayedScaling, Product, ProductRecipes, Recipe, Scaling
 from te_jax.reference.activation import Activation, ActivationName
 
 ATTENTION = ("query", "key", "value", "out")
@@ -406,3 +406,10 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 """Named shapes. `nano` is for tests, `tiny` and `moe`, a mixture of 8 experts, are for CPUs, `small` is for one GPU
 (all four read bytes: 256 tokens), `8b` is Llama 3 8B, and `moe-3b` has 4 of the 48 blocks of Qwen3-30B-A3B."""
+
+
+def kernel_scaling(config: DecoderConfig) -> Scaling | None:
+    """How kernels are scaled that are quantized before the layers; None without a recipe, or with one for each
+    product."""
+    recipe = config.recipe
+    return None if recipe is None or isinstance(recipe, ProductRecipes) else recipe.scalings["kernel"][0]

@@ -31,7 +31,7 @@ from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.stack import apply_layers
 from te_jax.models import tensor_parallel
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_scaling
 from te_jax.models.mixture import Balance
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.models.tensor_parallel import Projections
@@ -170,13 +170,15 @@ def requantize(
       A tree like the parameters, with a `te_jax.optim.Requantize` for every projection of a block and None elsewhere.
 
     Raises:
-      ValueError: `config` has no recipe.
+      ValueError: `config` has no recipe, or one for each product.
     """
     DecoderConfig.check(config)
     from te_jax.optim import Requantize  # which needs optax
 
-    if config.recipe is None:
-        raise ValueError("config.recipe is None: only a recipe says how kernels are quantized")
+    if kernel_scaling(config) is None:
+        raise ValueError(
+            f"config.recipe is {config.recipe!r}: only one recipe for all products says how kernels are quantized"
+        )
     how = Requantize(config.recipe, implementation=implementation)
     layer = {**dict.fromkeys(config.other_shapes), **dict.fromkeys(_PROJECTIONS, how)}
     if config.experts is not None:
@@ -406,7 +408,7 @@ def _bound(
     of_state = None if scaling_state is None else dict.fromkeys(scaling_state[0], PartitionSpec())
     how = None
     # With scales of rows or of a state's amax, whole kernels are quantized by the layers.
-    by = None if config.recipe is None or scaling_state is not None else config.recipe.scalings["kernel"][0]
+    by = None if scaling_state is not None else kernel_scaling(config)
     if by in ("tensor", "block_128x128"):
         how = (requantize(config, parallel=parallel, implementation=implementation)["layers"][0], None)
     last = {"final_norm": specs["final_norm"], "head": head_spec(parallel)}

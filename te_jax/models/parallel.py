@@ -31,7 +31,7 @@ from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.layers.attention import kv_repeats
 from te_jax.layers.microbatches import AccumulatedKernel
-from te_jax.models.config import MLP, DecoderConfig
+from te_jax.models.config import MLP, DecoderConfig, kernel_scaling
 from te_jax.parallel.fsdp import FSDP, quantized_specs, split_dimension
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
@@ -247,7 +247,7 @@ def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> 
     """Why devices cannot have parts of the parameters, or None."""
     if config.hidden_size // parallel.size % fsdp.size:
         return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
-    by_blocks = config.recipe is not None and config.recipe.scalings["kernel"][0].startswith("block")
+    by_blocks = (kernel_scaling(config) or "").startswith("block")
     layer = param_specs(config, dataclasses.replace(parallel, fsdp=None))["layers"][0]
     for name, shape in config.kernel_shapes.items():
         entries = _entries(layer[name], shape)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from te_jax import native, ops, sharding
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.layers.norm import handover
-from te_jax.models.config import MLP, DecoderConfig
+from te_jax.models.config import MLP, DecoderConfig, kernel_scaling
 from te_jax.models.mixture import Balance, mixture
 from te_jax.models.parallel import TensorParallel, kv_heads
 from te_jax.parallel import all_gather_matmul, gated_mlp, matmul_reduce_scatter
@@ -67,7 +67,8 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
     parallel.check(config)
     heads, size = kv_heads(config, parallel.size), parallel.size
     left = () if heads.is_split else ("key", "value")
-    block = 1 if config.recipe is None else block_size(config.recipe.scalings["kernel"][0])
+    scaling = kernel_scaling(config)
+    block = 1 if scaling is None else block_size(scaling)
     if block > 1:
         split = {
             "query": config.num_heads * config.head_dim,

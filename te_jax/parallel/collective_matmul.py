@@ -11,6 +11,7 @@ gradient of one uses the other. Their residuals have names for `jax.checkpoint` 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, overload
 
@@ -29,8 +30,10 @@ from te_jax.ops.linear.arguments import (
     Operand,
     as_operand,
     implementation_for,
+    recipes_of,
     split,
     validate_kernel_contracting,
+    validate_not_quantized,
     validate_parts,
     validate_quantized_x,
 )
@@ -38,10 +41,11 @@ from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
+from te_jax.parallel._collective.per_product import per_product
 from te_jax.parallel._collective.products import AllGatherProducts, CollectiveProducts, ReduceScatterProducts
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.sharding import AxisName
 
 REVERSE_MODE = (
@@ -318,7 +322,8 @@ def prepared(
     part = length if gathers else length // size
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
     _validate_operands(x, weights, recipe, kernel_contracting)
-    if recipe is None:
+    several = recipe if isinstance(recipe, ProductRecipes) else None
+    if recipe is None or several is not None:
         chosen: native.Implementation = "native" if native.use_native(implementation, products=True) else "reference"
     else:
         chosen = implementation_for(implementation, recipe)
@@ -332,25 +337,27 @@ def prepared(
         out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
         implementation=chosen,
         by_kernels=native.use_native(implementation),
-        recipe=recipe,
+        recipe=None if several is not None else recipe,
         transport=transport,
         residual=residual,
     )
-    if recipe is not None:
-        _validate_fp8(spec, x, kernels, dimension[0], kernel_contracting)
+    for one in [] if recipe is None else recipes_of(recipe):
+        of_one = dataclasses.replace(spec, recipe=one)
+        _validate_fp8(of_one, x, kernels, dimension[0], kernel_contracting)
     for name, weight in weights.items():
-        _validate_state(spec, name.replace("kernel", "scaling_state"), weight.state)
+        _validate_state(recipe, axes, name.replace("kernel", "scaling_state"), weight.state)
     _validate_split(spec, x, kernels)
-    products = kind(
-        name=f"te_jax.parallel.{spec.name}",
-        recipe=recipe,
-        implementation=chosen,
-        by_kernels=native.use_native(implementation),
-        accumulate=as_flag("accumulate", accumulate),
-        state_axis=axes,
-        kernel_contracting=kernel_contracting,
-        spec=spec,
-    )
+    options: Any = {
+        "name": f"te_jax.parallel.{spec.name}",
+        "by_kernels": native.use_native(implementation),
+        "accumulate": as_flag("accumulate", accumulate),
+        "state_axis": axes,
+        "kernel_contracting": kernel_contracting,
+    }
+    if several is not None:
+        products = per_product(kind, several, implementation, spec, **options)
+    else:
+        products = kind(recipe=recipe, implementation=chosen, spec=spec, **options)
     return products, (*lead, length * size if gathers else part, *mid)
 
 
@@ -374,7 +381,7 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_c
     kernels = {name: weight.kernel for name, weight in weights.items()}
     if recipe is not None:
         fp8.validate_recipe(recipe)
-        if recipe.scalings["activation"][0] == "block_1x32":
+        if any(one.scalings["activation"][0] == "block_1x32" for one in recipes_of(recipe)):
             raise ValueError(
                 f"recipe is {recipe!r}; collective products have no blocks of 32: use CurrentScaling, RowwiseScaling "
                 "or BlockScaling, or te_jax.ops.dense on an Auto or Explicit mesh"
@@ -392,6 +399,8 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_c
             raise ValueError(
                 f"recipe is None, but {name} is a QuantizedArray; name its recipe or pass {name}.dequantize()"
             )
+        if isinstance(recipe, ProductRecipes):
+            validate_not_quantized(name, array, recipe)
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}; no dimension may be 0: leave out the call")
     varying = sharding.varying_axes(x, tuple(kernels.values()))
@@ -445,9 +454,9 @@ def _validate_fp8(
             fp8.validate_quantized(name, kernel, spec.recipe, "kernel", read)
 
 
-def _validate_state(spec: CollectiveSpec, name: str, state: Any) -> None:
-    fp8.validate_state(spec.recipe, state, name)
-    if differing := sharding.varying_axes(state) & set(spec.axis_name):
+def _validate_state(recipe: Recipe | None, axes: tuple[str, ...], name: str, state: Any) -> None:
+    fp8.validate_state(recipe, state, name)
+    if differing := sharding.varying_axes(state) & set(axes):
         raise ValueError(
             f"{name} differs from device to device along {sorted(differing)}; scales of tensors must agree: pass "
             "it into shard_map whole, with PartitionSpec()"

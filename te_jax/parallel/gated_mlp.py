@@ -27,7 +27,7 @@ from te_jax.parallel.collective_matmul import (
     prepared,
 )
 from te_jax.parallel.options import Residual, Transport
-from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
@@ -59,7 +59,8 @@ def gated_mlp(
         y = matmul_reduce_scatter(gated_activation(gate, up, activation), down, …)
 
     CUDA kernels write the activation and its gradients in FP8, as in `te_jax.ops.gated_mlp`; with CurrentScaling their
-    scales are those of this device's features. With row scaling, and without a recipe, it runs those lines.
+    scales are those of this device's features. With row scaling, recipes of products, and without a recipe, it runs
+    those lines.
 
     Args:
       x: [*lead, S/D, *mid, in], this device's shard of a tensor whose dimension of size S is split over D devices, as
@@ -96,7 +97,10 @@ def gated_mlp(
     options |= {"implementation": implementation, "kernel_contracting": kernel_contracting}
     named = {"bias": bias, "scaling_state": scaling_state, "wgrad_accumulator": wgrad_accumulator}
     in_two = observe.requested() is not None  # the rule of gated MLPs has no plain h to observe
-    if recipe is None or in_two or (isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"):
+    by_lines = isinstance(recipe, ProductRecipes) or (
+        isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"
+    )
+    if recipe is None or in_two or by_lines:
         each = {name: tuple(value for _, value in one_for_each(name, v, 3, True)) for name, v in named.items()}
         pair, last = ({name: values[part] for name, values in each.items()} for part in (slice(2), 2))
         gate, up = all_gather_matmul(

@@ -1213,6 +1213,13 @@ def all_gather_matmul_of_several(name, recipe, **fields):
     )
 
 
+def gathered_once_more(one):
+    """The same where the gradient of the kernel reads x by a recipe of its own."""
+    ((name, layout),) = one.layouts.items()
+    collectives = (*layout.collectives, ("all-gather", SEQUENCE * IN))
+    return dataclasses.replace(one, layouts={name: dataclasses.replace(layout, collectives=collectives)})
+
+
 def matmul_reduce_scatter(name, recipe, **fields):
     return _collective_product(
         f"matmul_reduce_scatter, {name}",
@@ -1454,6 +1461,18 @@ OPERATIONS = [
     all_gather_matmul("current", CURRENT, variant=True),
     all_gather_matmul_of_several("current", CURRENT, variant=True),
     matmul_reduce_scatter("plain", None, variant=True),
+    dataclasses.replace(
+        gathered_once_more(
+            all_gather_matmul("products, gradients", products(dgrad=BlockScaling(), wgrad=CURRENT), variant=True)
+        ),
+        tolerance=(None, GRADIENT * 1.15),
+        policy=None,
+    ),
+    dataclasses.replace(
+        with_accumulator(matmul_reduce_scatter("products, forward", products(forward=CURRENT), variant=True)),
+        tolerance=(FORWARD, None),
+        policy=None,
+    ),
     with_accumulator(all_gather_matmul("current", CURRENT, variant=True)),
     matmul_reduce_scatter("current", CURRENT, variant=True),
     with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)),

@@ -17,10 +17,19 @@ from te_jax import debug, layers, ops, parallel
 from te_jax._core import observe
 from te_jax.debug import Statistics, with_statistics
 from te_jax.debug._collect import evaluate
+from te_jax.debug.statistics import PRODUCTS
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.optim import Requantize
 from te_jax.parallel import FSDP
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, RowwiseScaling
+from te_jax.recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    ProductRecipes,
+    RowwiseScaling,
+    products,
+)
 from te_jax.testing import relative_error
 
 COPIES = {
@@ -275,7 +284,11 @@ def test_meshes(kind, rng, require_devices):
         assert_statistics(of["activation"]["wgrad"], expected(x, recipe.quantization("activation"), "transposed"))
 
 
-@pytest.mark.parametrize("recipe", [RowwiseScaling(), CurrentScaling()], ids=["row", "current"])
+@pytest.mark.parametrize(
+    "recipe",
+    [RowwiseScaling(), CurrentScaling(), products(wgrad=CurrentScaling()), products(dgrad=RowwiseScaling())],
+    ids=["row", "current", "wgrad", "dgrad"],
+)
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_collective_matmul(name, recipe, rng, require_devices):
     """Both products that read a tensor have its statistics, also where it travels once and is transposed afterwards."""
@@ -294,17 +307,15 @@ def test_collective_matmul(name, recipe, rng, require_devices):
     grad = jax.grad(lambda params, x: jnp.sum(function(params, x) * dy), argnums=(0, 1))
     _, statistics = jax.jit(with_statistics(grad))({"up": kernel}, x)
     of = statistics["up"]
-    assert {role: set(products) for role, products in of.items()} == {
-        "activation": {"forward", "wgrad"},
-        "kernel": {"forward", "dgrad"},
-        "gradient": {"dgrad", "wgrad"},
-    }
-    for role, tensor in (("activation", x), ("kernel", kernel), ("gradient", dy)):
-        for product, found in of[role].items():
-            copy = COPIES[role, product]
-            split = (role, copy) in _SPLIT_ROWS[name] and isinstance(recipe, RowwiseScaling)
-            if not split:  # a device alone has scales of its part of a row
-                assert_statistics(found, expected(tensor, recipe.quantization(role), copy), f"{role} {product}")
+    recipes = recipe.by_product if isinstance(recipe, ProductRecipes) else dict.fromkeys(PRODUCTS, recipe)
+    found = {(role, product): one for role, of_role in of.items() for product, one in of_role.items()}
+    assert set(found) == {(role, product) for role, product in COPIES if recipes[product] is not None}
+    tensors = {"activation": x, "kernel": kernel, "gradient": dy}
+    for (role, product), one in found.items():
+        copy, own = COPIES[role, product], recipes[product]
+        split = (role, copy) in _SPLIT_ROWS[name] and isinstance(own, RowwiseScaling)
+        if not split:  # a device alone has scales of its part of a row
+            assert_statistics(one, expected(tensors[role], own.quantization(role), copy), f"{role} {product}")
 
 
 _SPLIT_ROWS = {

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from ops.dense_oracle import FORWARD, GRADIENT, PLAIN
 from ops.dense_oracle import random_case as random_layer
 from parameters import in_turns
 
 import te_jax
-from te_jax import ops
+from te_jax import ops, parallel
 from te_jax.recipe import (
     BlockScaling,
     CurrentScaling,
@@ -61,6 +62,36 @@ def test_one_product_in_fp8(recipe, product, contracting, dtype, implementation,
             assert 0.015 < error < (FORWARD if product == "forward" else GRADIENT)
         else:
             assert error < PLAIN[dtype]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "product", "contracting"),
+    in_turns({name: recipe for name, recipe in ONES.items() if name != "mxfp8"}, PRODUCTS, ["first", "last"]),
+)
+@pytest.mark.parametrize("gathers", [True, False], ids=["gather", "scatter"])
+def test_one_collective_product_in_fp8(recipe, product, contracting, gathers, rng, require_devices):
+    require_devices(2)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    case = random_layer(rng, (256,), (128,), (256,), "float32", with_bias=False, kernel_contracting=contracting)
+    rows, cols = P("tp"), P(None, "tp")
+    in_specs = rows if gathers else cols, cols if gathers == (contracting == "first") else rows
+    function = parallel.all_gather_matmul if gathers else parallel.matmul_reduce_scatter
+    dimension = {"gather_dimension" if gathers else "scatter_dimension": 0}
+
+    def step(recipe):
+        local = functools.partial(
+            function, axis_name="tp", recipe=recipe, kernel_contracting=contracting, **dimension
+        )  # fmt: skip
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=cols if gathers else rows)
+        y, vjp = jax.vjp(mapped, case.x, case.kernel)
+        return y, *vjp(case.dy)
+
+    found, expected = jax.jit(lambda: (step(products(**{product: recipe})), step(None)))()
+    for other, error in zip(PRODUCTS, map(relative_error, found, expected), strict=True):
+        if other == product:
+            assert 0.015 < error < (FORWARD if product == "forward" else GRADIENT)
+        else:
+            assert error < 1e-6
 
 
 def test_three_recipes(implementation, rng):
@@ -170,6 +201,16 @@ def test_refusals():
     one = "one recipe for all three products is needed here"
     with pytest.raises(ValueError, match=one):
         ops.grouped_dense(x, kernel[None], jnp.array([32]), recipe=recipe)
+    mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+
+    def gathered(x, kernel, recipe=recipe):
+        local = functools.partial(parallel.all_gather_matmul, axis_name="tp", recipe=recipe)
+        return jax.shard_map(local, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P("tp"))(x, kernel)
+
+    with pytest.raises(ValueError, match="kernel is a QuantizedArray, and recipe is ProductRecipes"):
+        gathered(x, ops.quantize(kernel, CURRENT.quantization("kernel")))
+    with pytest.raises(ValueError, match="collective products have no blocks of 32"):
+        gathered(x, kernel, products(wgrad=MXFP8Scaling()))
     with pytest.raises(ValueError, match=one):
         ops.linear_cross_entropy(x, kernel, jnp.zeros(32, jnp.int32), recipe=recipe)
     with pytest.raises(ValueError, match=r"x is a QuantizedArray, and recipe is ProductRecipes.*: pass x unquantized"):

@@ -29,7 +29,7 @@ from te_jax.models import (
 )
 from te_jax.offload import Offload
 from te_jax.parallel import FSDP, context_order
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling, products
 from te_jax.testing import assert_close
 
 __all__ = ["mesh_of"]  # a fixture
@@ -55,6 +55,11 @@ CASES = {
         {"fsdp": 2, "tensor": 1},
     ),
     "tensor parallel": (BLOCK, {}, {"fsdp": 2, "tensor": 2}),
+    "recipes of products": (
+        BLOCK | {"recipe": products(forward=BlockScaling(), wgrad=RowwiseScaling())},
+        {},
+        {"fsdp": 2, "tensor": 2},
+    ),
     "replicas": (BLOCK, {"replica_axis": "replica"}, {"replica": 2, "fsdp": 2, "tensor": 1}),
     "experts": (EXPERTS | BLOCK, {}, {"fsdp": 2, "tensor": 1}),
     "all variants": (ALL_VARIANTS | BLOCK, {}, {"fsdp": 2, "tensor": 2}),

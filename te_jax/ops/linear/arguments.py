@@ -228,12 +228,8 @@ def validate_fp8(
 ) -> None:
     fp8.validate_recipe(recipe)
     if isinstance(recipe, ProductRecipes):
-        for label_of, array in (("x", x), (name, kernel)):
-            if isinstance(array, QuantizedArray):
-                raise ValueError(
-                    f"{label_of} is a QuantizedArray, and recipe is {recipe!r}, by which each product quantizes: pass "
-                    f"{label_of} unquantized"
-                )
+        validate_not_quantized("x", x, recipe)
+        validate_not_quantized(name, kernel, recipe)
     for side, sizes in (("in", shape.inner), ("out", shape.outer)):
         if math.prod(sizes) % FP8_ALIGNMENT:
             raise ValueError(
@@ -253,6 +249,15 @@ def validate_fp8(
                 f"and out have sizes {shape.inner} and {shape.outer}: quantize it with that row_ndim"
             )
     fp8.validate_state(recipe, state, label)
+
+
+def validate_not_quantized(name: str, array: Any, recipe: ProductRecipes) -> None:
+    """Raises ValueError if the array came quantized, by one recipe."""
+    if isinstance(array, QuantizedArray):
+        raise ValueError(
+            f"{name} is a QuantizedArray, and recipe is {recipe!r}, by which each product quantizes: pass {name} "
+            "unquantized"
+        )
 
 
 def validate_quantized_x(

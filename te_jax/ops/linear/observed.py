@@ -54,7 +54,10 @@ def _copies(
     data, transposed = (layer.product(role, copy) for copy in ("data", "transposed"))
     same = array.scaling == array.transposed_scaling in ("tensor", "block_128x128")
     both = array.data is not None and array.transposed is not None and array.data.dtype == array.transposed.dtype
-    if (same and both) or layer.transposed_later:
+    if layer.data_copies:
+        yield array.without_transposed(), tuple(layer.product(role, copy) for copy in layer.data_copies)
+        return
+    if same and both:
         yield array.without_transposed(), (data, transposed)
         return
     if array.data is not None:

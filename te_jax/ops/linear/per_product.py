@@ -19,14 +19,14 @@ from te_jax.recipe import Fake, Product, ProductRecipes, Recipe, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
 
-_READ_BY: dict[Role, tuple[Product, Product]] = {
+READ_BY: dict[Role, tuple[Product, Product]] = {
     "activation": ("forward", "wgrad"),
     "kernel": ("forward", "dgrad"),
     "gradient": ("dgrad", "wgrad"),
 }
 
 
-class _Operand(NamedTuple):
+class Operand(NamedTuple):
     """An operand as each of its two products reads it; the second None where it is not needed."""
 
     first: Any
@@ -57,13 +57,13 @@ class PerProduct(LocalProducts):
         copies: tuple[Copies, Copies] = ("data", "transposed")
         if role == "kernel" and self.kernel_contracting == "first":
             copies = ("transposed", "data")
-        first, second = _READ_BY[role]
+        first, second = READ_BY[role]
         recipes = self.recipes.by_product
         if second_copy and recipes[first] == recipes[second] and not isinstance(recipes[first], Fake):
             both = self._read(first, role, x, "both")
-            operand = _Operand(both, both)
+            operand = Operand(both, both)
         else:
-            operand = _Operand(
+            operand = Operand(
                 self._read(first, role, x, copies[0]), self._read(second, role, x, copies[1]) if second_copy else None
             )
         dbias = jnp.sum(x.astype(jnp.float32), axis=tuple(range(self.batch_ndim))) if with_dbias else None

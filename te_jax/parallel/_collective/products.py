@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import sharding
 from te_jax._core.types import BLOCK
+from te_jax.ops.linear.arguments import quantization_of
 from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.parallel._collective.call import CollectiveSpec
@@ -21,7 +22,7 @@ from te_jax.parallel._collective.sides import Sides, gather, in_order, sides_of,
 from te_jax.parallel.options import P2P, Ring
 from te_jax.parallel.transports import p2p, ring, xla
 from te_jax.parallel.transports.exchange import GemmOperand, Transport
-from te_jax.recipe import Product, Role
+from te_jax.recipe import Product, Recipe, Role
 from te_jax.sharding import Layout
 
 
@@ -31,9 +32,11 @@ class CollectiveProducts(Products):
 
     Attributes:
       spec: static arguments of the products.
+      fake: a recipe whose values products without one read.
     """
 
     spec: CollectiveSpec
+    fake: Recipe | None = None
 
     prefix: ClassVar[str] = "te_collective"
     split: ClassVar[Literal["rows", "cols"]]
@@ -45,27 +48,41 @@ class CollectiveProducts(Products):
     def sides(
         self, role: Role, x: Any, state: Any, lead: tuple[int, ...], split: Any, **options: Any
     ) -> QuantizedParts:
-        quantization = None if self.recipe is None else self.quantization(role)
-        sides = sides_of(self.spec, role, x, lead, split, state, quantization=quantization, **options)
+        spec = self.quantizing
+        quantization = None if spec.recipe is None else quantization_of(spec.recipe, role, self.kernel_contracting)
+        options["read_back"] = self.fake is not None
+        sides = sides_of(spec, role, x, lead, split, state, quantization=quantization, **options)
         return QuantizedParts(sides, sides.amax, sides.dbias)  # pyright: ignore[reportArgumentType]
 
-    def kernel(self, kernel: Any, state: Any, *, second_copy: bool) -> QuantizedParts:
+    @property
+    def quantizing(self) -> CollectiveSpec:
+        """Static arguments with the recipe by which operands are quantized."""
+        if self.fake is None:
+            return self.spec
+        return dataclasses.replace(self.spec, recipe=self.fake, implementation="reference", by_kernels=False)
+
+    def kernel(self, kernel: Any, state: Any, *, first_copy: bool, second_copy: bool) -> QuantizedParts:
         """Its sides as those of [K, N]: `by_cols` the forward pass reads, `by_rows` the gradient of x."""
         first = self.kernel_contracting == "first"
-        if self.recipe is None:
+        if self.quantizing.recipe is None:
             right = GemmOperand(kernel.astype(self.spec.x_dtype), summed_first=first)
             sides: Any = Sides(GemmOperand(kernel, summed_first=not first), right)
             return QuantizedParts(sides, None, None)
-        if first:
-            return self.sides("kernel", kernel, state, kernel.shape[:1], self.split, by_rows=second_copy)
-        split = "rows" if self.split == "cols" else "cols"
-        parts: Any = self.sides("kernel", kernel, state, kernel.shape[:1], split, by_cols=second_copy)
-        sides = parts.array._replace(by_rows=parts.array.by_cols, by_cols=parts.array.by_rows)
-        return parts._replace(array=sides)
+        split = self.split if first else "rows" if self.split == "cols" else "cols"
+        by_rows, by_cols = (second_copy, first_copy) if first else (first_copy, second_copy)
+        options = {"by_rows": by_rows, "by_cols": by_cols}
+        parts: Any = self.sides("kernel", kernel, state, kernel.shape[:1], split, **options)
+        by_rows, by_cols = parts.array[:2] if first else parts.array[1::-1]
+        if self.fake is not None:
+            by_rows, by_cols = (
+                None if side is None else dataclasses.replace(side, summed_first=summed_first)
+                for side, summed_first in ((by_rows, not first), (by_cols, first))
+            )
+        return parts._replace(array=parts.array._replace(by_rows=by_rows, by_cols=by_cols))
 
     def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
         if role == "kernel":
-            x, is_argument = x.by_rows, is_argument or self.recipe is None
+            x, is_argument = x.by_rows, is_argument or self.quantizing.recipe is None
         name = functools.partial(checkpoint_name, name=f"{self.prefix}_{role}")
         return x if is_argument else jax.tree.map(name, x)
 
@@ -81,10 +98,10 @@ class CollectiveProducts(Products):
 
     def plain(self) -> CollectiveProducts:
         spec = dataclasses.replace(self.spec, recipe=None, transport="xla", residual="shard")
-        return dataclasses.replace(self, recipe=None, spec=spec)
+        return dataclasses.replace(self, recipe=None, fake=None, spec=spec)
 
     def validate_x(self, x8: Any, trained: str) -> None:
-        if self.spec.blocks_span_shards:
+        if self.quantizing.blocks_span_shards:
             raise ValueError(
                 f"x has {self.spec.rows} rows for each device; the gradient of {trained} with block scaling needs a "
                 f"multiple of {BLOCK}: pad them, or use CurrentScaling or RowwiseScaling"
@@ -97,15 +114,16 @@ class AllGatherProducts(CollectiveProducts):
 
     split = "cols"
 
-    def quantize(self, role, x, state, group, *, second_copy, with_dbias=False) -> QuantizedParts:
-        spec = self.spec
+    def quantize(self, role, x, state, group, *, first_copy=True, second_copy, with_dbias=False) -> QuantizedParts:
+        spec = self.quantizing
         if role == "kernel":
-            return self.kernel(x, state, second_copy=second_copy)
+            return self.kernel(x, state, first_copy=first_copy, second_copy=second_copy)
         if role == "gradient":
             lead = spec.leading, spec.size, spec.rows
-            return self.sides(role, x, state, lead, "cols", by_cols=second_copy, with_dbias=with_dbias)
-        by_cols = second_copy and not spec.blocks_span_shards
-        return self.sides(role, x, state, (spec.leading, spec.rows), "rows", by_cols=by_cols, gathered=True)
+            needed = {"by_rows": first_copy, "by_cols": second_copy}
+            return self.sides(role, x, state, lead, "cols", **needed, with_dbias=with_dbias)
+        needed = {"by_rows": first_copy, "by_cols": second_copy and not spec.blocks_span_shards}
+        return self.sides(role, x, state, (spec.leading, spec.rows), "rows", **needed, gathered=True)
 
     def forward(self, x8: Sides, kernel8s, biases, layouts, group, *, differentiated):
         by_cols = x8.by_cols if differentiated and not self.spec.blocks_span_shards else None
@@ -126,7 +144,7 @@ class AllGatherProducts(CollectiveProducts):
     def wgrads(self, x8: GemmOperand, dy8s, group):
         if self.spec.residual == "shard":
             # Not before dy is there, and not as one with the gather of the forward pass: what it gathers would be kept.
-            x8, _ = sharding.together(x8, dy8s[0].by_rows.data)
+            x8, _ = sharding.together(x8, dy8s[0].by_cols.data)
             x8 = gather(self.spec, x8)
         x8 = in_order(self.spec, x8, square=self.kernel_contracting == "last")
         return self.wgrads_of(x8, [dy8.by_cols for dy8 in dy8s])
@@ -141,16 +159,14 @@ class ReduceScatterProducts(CollectiveProducts):
 
     split = "rows"
 
-    def quantize(self, role, x, state, group, *, second_copy, with_dbias=False) -> QuantizedParts:
-        spec = self.spec
+    def quantize(self, role, x, state, group, *, first_copy=True, second_copy, with_dbias=False) -> QuantizedParts:
+        spec = self.quantizing
         if role == "kernel":
-            return self.kernel(x, state, second_copy=second_copy)
+            return self.kernel(x, state, first_copy=first_copy, second_copy=second_copy)
+        needed = {"by_rows": first_copy, "by_cols": second_copy and not spec.blocks_span_shards}
         if role == "activation":
-            by_cols = second_copy and not spec.blocks_span_shards
-            return self.sides(role, x, state, (spec.leading, spec.size, spec.rows), "cols", by_cols=by_cols)
-        lead = spec.leading, spec.rows
-        by_cols = second_copy and not spec.blocks_span_shards
-        parts = self.sides(role, x, state, lead, "rows", by_cols=by_cols, gathered=True)
+            return self.sides(role, x, state, (spec.leading, spec.size, spec.rows), "cols", **needed)
+        parts = self.sides(role, x, state, (spec.leading, spec.rows), "rows", **needed, gathered=True)
         return parts._replace(dbias=jnp.sum(x.astype(jnp.float32), axis=(0, 1)) if with_dbias else None)
 
     def forward(self, x8: Sides, kernel8s, biases, layouts, group, *, differentiated):

@@ -48,6 +48,7 @@ def sides_of(
     by_cols: bool = True,
     gathered: bool = False,
     with_dbias: bool = False,
+    read_back: bool = False,
 ) -> Sides:
     """Quantizes an array where there is a recipe.
 
@@ -62,30 +63,43 @@ def sides_of(
       by_rows, by_cols: which sides are needed.
       gathered: the rows of other devices are gathered: scales of columns then have to agree.
       with_dbias: whether the sum over rows is asked for.
+      read_back: whether products read, in the dtype of x, the values that FP8 codes stand for.
     """
     if spec.recipe is None:
         dbias = jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) if with_dbias else None
         plain = GemmOperand(x.astype(spec.x_dtype).reshape(*lead, x.shape[-1]))
-        return Sides(plain, plain, None, dbias)
+        return Sides(plain if by_rows else None, plain if by_cols else None, None, dbias)
     transposed_later = gathered and spec.scaling == "tensor"
     agreed = spec.scaling == "tensor" or (gathered and spec.scaling == "row")
     transposed = by_cols and not transposed_later
-    with observe.transposed_later(by_cols and transposed_later):
+    needed = ("data",) * by_rows + ("transposed",) * by_cols
+    with observe.data_read_as(needed if transposed_later else ()):
         x8, amax, dbias = spec.fp8.quantize(
             role,
             x if isinstance(x, QuantizedArray) else x.reshape(-1, x.shape[-1]),  # pyright: ignore[reportArgumentType]
             state,
             row_ndim=1,
-            copies="both" if by_rows and transposed else "data" if by_rows else "transposed",
+            copies="both" if by_rows and transposed else "transposed" if transposed else "data",
             quantization=quantization,
             amax_axis={split: spec.axis_name} if agreed else None,
             with_dbias=with_dbias,
         )
+    if read_back:
+        data, other = (
+            None if values is None else _read_back(copy, spec, lead)
+            for values, copy in ((x8.data, x8.without_transposed()), (x8.transposed, x8.without_data()))
+        )
+        return Sides(data, data if transposed_later else other, None, dbias)
     rows = None if x8.data is None else _data_of(x8, lead)
     cols = None
     if x8.transposed is not None:
         cols = GemmOperand(x8.transposed, x8.transposed_scale_inv, scaling_of(x8.transposed_scaling))
     return Sides(rows, rows if transposed_later else cols, amax, dbias)
+
+
+def _read_back(copy: QuantizedArray, spec: CollectiveSpec, lead: tuple[int, ...]) -> GemmOperand:
+    values = dataclasses.replace(copy, dtype=spec.x_dtype).dequantize()
+    return GemmOperand(values.reshape(*lead, values.shape[-1]))
 
 
 def _data_of(x: QuantizedArray, lead: tuple[int, ...]) -> GemmOperand:
