@@ -287,8 +287,8 @@ class Fake:
 class ProductRecipes(Recipe):
     """A recipe for each of the three products of a layer, from `products`.
 
-    `te_jax.ops.dense`, `einsum` and `gated_mlp` take it, and modules that call them. Other operations quantize an
-    operand once for all products, and refuse it.
+    Layers take it, alone, in groups and over devices, and so do modules that call them; `linear_cross_entropy`, which
+    names the products of the head in FP8 by `fp8_products`, does not.
 
     Attributes:
       forward: of x · kernel: how it reads x and the kernel; None multiplies them in the dtype of x.
@@ -322,8 +322,8 @@ class ProductRecipes(Recipe):
     def scalings(self) -> dict[Role, tuple[Scaling, Scaling]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """None: raises ValueError, since an operand has no scaling of its own."""
         raise ValueError(
-            f"recipe is {self!r}; one recipe for all three products is needed here: those of products are for "
-            "te_jax.ops.dense, einsum and gated_mlp with plain arrays, and modules that call them"
+            f"recipe is {self!r}; one recipe for all three products is needed here: those of products are for layers "
+            "with plain arrays"
         )
 
 

@@ -24,7 +24,7 @@ from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
-from te_jax.recipe import DelayedScaling, Quantization, Recipe
+from te_jax.recipe import DelayedScaling, ProductRecipes, Quantization, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName, axes_of_entry
 
@@ -361,7 +361,9 @@ def _mlps(
 
 def _travelling(x: Array, weighted: str, recipe: Recipe | None) -> Quantization | None:
     """How rows travel: quantized as the experts will, where a scale belongs to one row, and rounds no value again."""
-    if recipe is None or x.dtype == jnp.float16 or weighted == "inputs":  # weights multiply rows where they arrive
+    if recipe is None or isinstance(recipe, ProductRecipes) or x.dtype == jnp.float16:
+        return None
+    if weighted == "inputs":  # weights multiply rows where they arrive
         return None
     quantization = recipe.quantization("activation")
     exact = quantization.power_of_two_scales and quantization.scaling in ("row", "block_1x128")

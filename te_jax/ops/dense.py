@@ -16,7 +16,6 @@ from te_jax.ops.linear.arguments import (
     Operand,
     Shape,
     as_operand,
-    implementation_for,
     split,
     state_axes,
     validate,
@@ -24,8 +23,13 @@ from te_jax.ops.linear.arguments import (
     validate_plain,
 )
 from te_jax.ops.linear.compared import left_plain, recipe_in_comparison
-from te_jax.ops.linear.local import Activation, LocalProducts, PlainProducts, multiplied_as_it_is, multiplied_in_fp8
-from te_jax.ops.linear.per_product import per_product
+from te_jax.ops.linear.local import (
+    Activation,
+    PlainProducts,
+    local_products,
+    multiplied_as_it_is,
+    multiplied_in_fp8,
+)
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
@@ -175,11 +179,6 @@ def dense(
     else:
         options |= {"accumulate": accumulate, "state_axis": axis_names, "activation": activation}
         options |= {"name": _NAME, "batch_ndim": x.ndim - int(contracting_ndim)}
-        layer = per_product(recipe, implementation, np.dtype(x.dtype), **options) or LocalProducts(
-            recipe=recipe,
-            implementation=implementation_for(implementation, recipe),
-            by_kernels=native.use_native(implementation),
-            **options,
-        )
+        layer = local_products(recipe, implementation, np.dtype(x.dtype), **options)
         ys = traced(multiplied_in_fp8, layer, *operands)
     return ys if several else ys[0]

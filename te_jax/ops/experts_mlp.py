@@ -18,16 +18,16 @@ from te_jax._core import observe
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import BLOCK
-from te_jax.ops.grouped_dense import NAME, problem_of, validate_kernel, validate_rows
+from te_jax.ops.grouped_dense import NAME, validate_kernel, validate_rows
 from te_jax.ops.linear.arguments import KernelContracting, implementation_for, with_gradient_through
 from te_jax.ops.linear.gated import GatedMLP, gated
-from te_jax.ops.linear.grouped import REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts
+from te_jax.ops.linear.grouped import REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts, problem_of
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array
 from te_jax.ops.permute import Permutation, permute_weights
 from te_jax.quantized import QuantizedArray, block_size
-from te_jax.recipe import Recipe
+from te_jax.recipe import ProductRecipes, Recipe
 from te_jax.reference.activation import Activation
 
 __all__ = ["experts_mlp", "is_fused"]
@@ -37,8 +37,12 @@ def is_fused(recipe: Recipe | None) -> bool:
     """Whether `experts_mlp` takes this recipe, and there is no h to observe, which it does not have as it is."""
     if observe.requested() is not None:
         return False
-    return isinstance(recipe, Recipe) and all(
-        block_size(scaling) == BLOCK for role in ("activation", "gradient") for scaling in recipe.scalings[role]
+    return (
+        isinstance(recipe, Recipe)
+        and not isinstance(recipe, ProductRecipes)
+        and all(
+            block_size(scaling) == BLOCK for role in ("activation", "gradient") for scaling in recipe.scalings[role]
+        )
     )
 
 

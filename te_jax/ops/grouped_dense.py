@@ -12,27 +12,26 @@ from te_jax import native
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
-from te_jax.ops.grouped_gemm import cuda_problem, grouped_native
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_reached
 from te_jax.ops.linear.arguments import (
     KernelContracting,
     Operand,
     as_operand,
-    implementation_for,
     split,
     state_axes,
     validate_kernel_contracting,
+    validate_not_quantized,
     validate_quantized_x,
     with_gradient_through,
 )
 from te_jax.ops.linear.compared import left_plain, recipe_in_comparison
-from te_jax.ops.linear.grouped import REVERSE_MODE, GroupedProducts, Groups
-from te_jax.ops.linear.products import Weight, together
+from te_jax.ops.linear.grouped import REVERSE_MODE, Groups, grouped_products
+from te_jax.ops.linear.products import Products, Weight, together
 from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.sharding import AxisName
 
 __all__ = ["grouped_dense"]
@@ -142,6 +141,8 @@ def grouped_dense(
     if isinstance(x, QuantizedArray):
         if recipe is None:
             raise ValueError("recipe is None, but x is a QuantizedArray; name its recipe or pass x.dequantize()")
+        if isinstance(recipe, ProductRecipes):
+            validate_not_quantized("x", x, recipe)
         validate_quantized_x(x, recipe, kernel_contracting, row_ndim=1)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
@@ -158,20 +159,15 @@ def grouped_dense(
             validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
 
     recipe, obstacle = recipe_in_comparison(recipe, validate)
-    problem = problem_of(recipe, x, tuple(kernels.values()))
-    if recipe is None:
-        products: native.Implementation = "native" if grouped_native(implementation, problem) else "reference"
-    else:
-        products = implementation_for(implementation, recipe, problem, by_xla=False)
-    layer = GroupedProducts(
+    layer = grouped_products(
+        recipe,
+        implementation,
+        x,
+        tuple(kernels.values()),
         name=NAME,
-        recipe=recipe,
-        implementation=products,
-        by_kernels=native.use_native(implementation),
         accumulate=accumulate,
         state_axis=axis_names,
         kernel_contracting=kernel_contracting,
-        dtype=x.dtype,
     )
     weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
     *rows, weights = reverse_mode_only((*split(x), weights), REVERSE_MODE)
@@ -180,18 +176,11 @@ def grouped_dense(
     return ys if several else ys[0]
 
 
-def _multiplied(layer: GroupedProducts, x, x8, groups: Groups, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+def _multiplied(layer: Products, x, x8, groups: Groups, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
     return linear(layer, x, x8, weights, groups)
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
-
-
-def problem_of(recipe: Recipe | None, x: Array | QuantizedArray, kernels: tuple[Any, ...]) -> str | None:
-    """Why a GPU cannot multiply these, forward and backward."""
-    scaling = None if recipe is None else recipe.quantization("activation").scaling
-    problems = (cuda_problem(scaling, x.dtype, *kernel.shape) for kernel in kernels)
-    return next(filter(None, problems), None)
 
 
 def validate_rows(recipe: Any, x: Array | QuantizedArray) -> None:
@@ -229,6 +218,8 @@ def validate_kernel(
     if isinstance(kernel, QuantizedArray):
         if recipe is None:
             raise ValueError(f"{name} is a QuantizedArray and recipe is None; give the recipe that it was quantized by")
+        if isinstance(recipe, ProductRecipes):
+            validate_not_quantized(name, kernel, recipe)
         fp8.validate_quantized(name, kernel, recipe, "kernel", "transposed" if order == 1 else "data")
     elif kernel.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {kernel.dtype}; it must be {FLOAT_NAMES}: cast it")

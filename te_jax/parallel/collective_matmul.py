@@ -29,7 +29,6 @@ from te_jax.ops.linear.arguments import (
     KernelContracting,
     Operand,
     as_operand,
-    implementation_for,
     recipes_of,
     split,
     validate_kernel_contracting,
@@ -41,8 +40,13 @@ from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
-from te_jax.parallel._collective.per_product import per_product
-from te_jax.parallel._collective.products import AllGatherProducts, CollectiveProducts, ReduceScatterProducts
+from te_jax.parallel._collective.products import (
+    AllGatherProducts,
+    CollectivePerProduct,
+    CollectiveProducts,
+    ReduceScatterProducts,
+    collective_products,
+)
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
@@ -255,7 +259,9 @@ def outer_of(kernel_contracting: KernelContracting, kernel: Any) -> tuple[int, .
     return kernel.shape[1:] if kernel_contracting == "first" else kernel.shape[:-1]
 
 
-def _linear(products: CollectiveProducts, x: Any, x8: Any, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+def _linear(
+    products: CollectiveProducts | CollectivePerProduct, x: Any, x8: Any, weights: tuple[Weight, ...]
+) -> tuple[Array, ...]:
     return linear(products, x, x8, weights, None)
 
 
@@ -294,7 +300,7 @@ def prepared(
     residual: Any,
     out_dtype: Any,
     implementation: native.Implementation | None,
-) -> tuple[CollectiveProducts, tuple[int, ...]]:
+) -> tuple[CollectiveProducts | CollectivePerProduct, tuple[int, ...]]:
     """(products for checked operands, the dimensions of results before those of the kernels' own).
 
     Args:
@@ -322,11 +328,6 @@ def prepared(
     part = length if gathers else length // size
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
     _validate_operands(x, weights, recipe, kernel_contracting)
-    several = recipe if isinstance(recipe, ProductRecipes) else None
-    if recipe is None or several is not None:
-        chosen: native.Implementation = "native" if native.use_native(implementation, products=True) else "reference"
-    else:
-        chosen = implementation_for(implementation, recipe)
     spec = CollectiveSpec(
         name="all_gather_matmul" if gathers else "matmul_reduce_scatter",
         axis_name=axes,
@@ -335,9 +336,8 @@ def prepared(
         rows=part * math.prod(mid),
         x_dtype=np.dtype(x.dtype),
         out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
-        implementation=chosen,
+        implementation="reference",  # until `collective_products`
         by_kernels=native.use_native(implementation),
-        recipe=None if several is not None else recipe,
         transport=transport,
         residual=residual,
     )
@@ -347,17 +347,17 @@ def prepared(
     for name, weight in weights.items():
         _validate_state(recipe, axes, name.replace("kernel", "scaling_state"), weight.state)
     _validate_split(spec, x, kernels)
-    options: Any = {
-        "name": f"te_jax.parallel.{spec.name}",
-        "by_kernels": native.use_native(implementation),
-        "accumulate": as_flag("accumulate", accumulate),
-        "state_axis": axes,
-        "kernel_contracting": kernel_contracting,
-    }
-    if several is not None:
-        products = per_product(kind, several, implementation, spec, **options)
-    else:
-        products = kind(recipe=recipe, implementation=chosen, spec=spec, **options)
+    products = collective_products(
+        kind,
+        recipe,
+        implementation,
+        spec,
+        name=f"te_jax.parallel.{spec.name}",
+        by_kernels=spec.by_kernels,
+        accumulate=as_flag("accumulate", accumulate),
+        state_axis=axes,
+        kernel_contracting=kernel_contracting,
+    )
     return products, (*lead, length * size if gathers else part, *mid)
 
 
@@ -475,7 +475,7 @@ def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> No
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def canonical(products: CollectiveProducts, x: Any, weights: tuple[Weight, ...]) -> Any:
+def canonical(products: CollectiveProducts | CollectivePerProduct, x: Any, weights: tuple[Weight, ...]) -> Any:
     """Operands as products take them: x, or what its gradient goes through; x in FP8, where it came so; and weights of
     kernels [K, N], or [N, K], whose biases [N] are float32, in which they are added and their gradients summed.
 

@@ -755,6 +755,12 @@ GROUPED = (
         grouped_dense("delayed", DelayedScaling(history_len=3), variant=True),
         with_x_quantized(grouped_dense("block", BlockScaling(), variant=True), BlockScaling()),
         grouped_dense_of_several("block", BlockScaling(), variant=True),
+        dataclasses.replace(
+            grouped_dense(
+                "products, forward and wgrad", products(forward=BlockScaling(), wgrad=RowwiseScaling()), variant=True
+            ),
+            policy=None,
+        ),
         experts_mlp("block", BlockScaling(), variant=True),
         with_kernels_transposed(experts_mlp("block", BlockScaling(), variant=True)),
     ]

@@ -94,6 +94,47 @@ def test_one_collective_product_in_fp8(recipe, product, contracting, gathers, rn
             assert error < 1e-6
 
 
+@pytest.mark.parametrize(("recipe", "product", "contracting"), in_turns(ONES, PRODUCTS, ["first", "last"]))
+def test_one_product_of_experts_in_fp8(recipe, product, contracting, rng):
+    sizes = jnp.array([128, 0, 96], jnp.int32)
+    case = random_layer(rng, (256,), (128,), (256,), "float32", with_bias=False, kernel_contracting=contracting)
+    kernels = jnp.stack([case.kernel, -case.kernel, 2 * case.kernel])
+
+    def step(recipe):
+        y, vjp = jax.vjp(
+            functools.partial(ops.grouped_dense, recipe=recipe, kernel_contracting=contracting, group_sizes=sizes),
+            case.x, kernels,
+        )  # fmt: skip
+        return y, *vjp(case.dy)
+
+    found, expected = jax.jit(lambda: (step(products(**{product: recipe})), step(None)))()
+    for other, error in zip(PRODUCTS, map(relative_error, found, expected), strict=True):
+        if other == product:
+            assert 0.015 < error < (FORWARD if product == "forward" else GRADIENT)
+        else:
+            assert error < 1e-6
+
+
+def test_mixture_of_experts(rng):
+    kernels = tuple(
+        jnp.asarray(rng.standard_normal(shape) / 11, jnp.float32) for shape in ((4, 128, 128),) * 2 + ((4, 128, 128),)
+    )
+    x, router = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 128), (128, 4)))
+
+    def loss(kernels, recipe):
+        return jnp.sum(te_jax.layers.moe(x, router, kernels, te_jax.layers.Router(top_k=2), recipe=recipe).y ** 2)
+
+    both = products(forward=BLOCK, dgrad=BLOCK)
+    (value, found), (plain, expected), (in_fp8, other) = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, recipe=of)))(kernels)
+        for of in (products(wgrad=BLOCK), None, both)
+    )
+    np.testing.assert_allclose(value, plain, rtol=1e-5)
+    assert 0.015 < relative_error(found[0], expected[0]) < GRADIENT
+    assert not np.array_equal(in_fp8, plain)
+    assert 0.015 < relative_error(other[0], expected[0]) < 2 * GRADIENT
+
+
 def test_three_recipes(implementation, rng):
     case = random_layer(rng, (65,), (64,), (48,), "float32", with_bias=False)
     several = products(forward=BLOCK, dgrad=Fake(MXFP8Scaling()), wgrad=RowwiseScaling())
@@ -199,8 +240,9 @@ class MLP(nnx.Module):
 def test_refusals():
     x, kernel, recipe = jnp.ones((32, 64)), jnp.ones((64, 32)), products(forward=CURRENT)
     one = "one recipe for all three products is needed here"
-    with pytest.raises(ValueError, match=one):
-        ops.grouped_dense(x, kernel[None], jnp.array([32]), recipe=recipe)
+    quantized = jax.vmap(lambda kernel: ops.quantize(kernel, CURRENT.quantization("kernel")))(kernel[None])
+    with pytest.raises(ValueError, match="kernel is a QuantizedArray, and recipe is ProductRecipes"):
+        ops.grouped_dense(x, quantized, jnp.array([32]), recipe=recipe)
     mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 
     def gathered(x, kernel, recipe=recipe):

@@ -19,12 +19,14 @@ from te_jax import native, sharding
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops._grouped_product import rows_in_groups
 from te_jax.ops._quantize_rows import quantize_rows
-from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs
+from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs, grouped_native
+from te_jax.ops.linear.arguments import implementation_for
+from te_jax.ops.linear.per_product import PerProduct
 from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.permute import Permutation, unpermute
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Role
+from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
 
@@ -52,30 +54,47 @@ class GroupedProducts(Products):
 
     Attributes:
       dtype: of x.
+      fake: a recipe whose values products without one read.
     """
 
     dtype: np.dtype
+    fake: Recipe | None = None
 
     @property
     def once(self) -> str:
         return REVERSE_MODE
 
-    def quantize(self, role, x, state, group: Groups, *, second_copy, with_dbias=False) -> QuantizedParts:
+    def quantize(
+        self, role, x, state, group: Groups, *, first_copy=True, second_copy, with_dbias=False
+    ) -> QuantizedParts:
         if isinstance(x, QuantizedArray):
             return QuantizedParts(x, None, None)
+        if self.fake is not None:
+            return self._read_back(role, x, group, with_dbias, first_copy=first_copy, second_copy=second_copy)
         if role == "kernel":
             x = not_differentiated(x, self.once)
             if self.recipe is None:
                 return QuantizedParts(x.astype(self.dtype), None, None)
-            return self._kernels(x, state)
+            is_transposed = (self.kernel_contracting == "first") == first_copy
+            one: Copies = "transposed" if is_transposed else "data"
+            return self._kernels(x, state, "both" if first_copy and second_copy else one)
         dbias = self._sum_of_rows(x, group.sizes) if with_dbias else None
         if self.recipe is None:
             return QuantizedParts(not_differentiated(x, self.once), None, dbias)
-        return self._rows(role, x, state, group, "both" if second_copy else "data")._replace(dbias=dbias)
+        copies: Copies = "both" if first_copy and second_copy else "data" if first_copy else "transposed"
+        return self._rows(role, x, state, group, copies)._replace(dbias=dbias)
 
-    def _kernels(self, kernels: Array, state: DelayedScalingState | None) -> QuantizedParts:
+    def _read_back(self, role: Role, x: Array, group: Groups, with_dbias: bool, **copies: bool) -> QuantizedParts:
+        """The values that FP8 codes stand for, of the one copy that is asked for."""
+        fake = dataclasses.replace(self, recipe=self.fake, fake=None, implementation="reference", by_kernels=False)
+        array = fake.quantize(role, x, None, group, **copies).array
+        dequantize = lambda x: dataclasses.replace(x, dtype=self.dtype).dequantize()  # noqa: E731
+        values: Any = (jax.vmap(dequantize) if role == "kernel" else dequantize)(array)
+        return QuantizedParts(values, None, self._sum_of_rows(x, group.sizes) if with_dbias else None)
+
+    def _kernels(self, kernels: Array, state: DelayedScalingState | None, copies: Copies) -> QuantizedParts:
         """Kernels in FP8. A state is one for all: they share its scale, and it observes the largest of them."""
-        parts = jax.vmap(lambda kernel: self.fp8.quantize("kernel", kernel, state, row_ndim=1))(kernels)
+        parts = jax.vmap(lambda kernel: self.fp8.quantize("kernel", kernel, state, row_ndim=1, copies=copies))(kernels)
         return parts if parts.amax is None else parts._replace(amax=jnp.max(parts.amax, initial=0.0))
 
     def _rows(self, role: Role, x: Array, state: Any, group: Groups, copies: Copies) -> QuantizedParts:
@@ -86,7 +105,7 @@ class GroupedProducts(Products):
         return self.fp8.quantize(role, x, state, row_ndim=1, copies=copies, quantization=quantization)
 
     def plain(self) -> GroupedProducts:
-        return dataclasses.replace(self, recipe=None)
+        return dataclasses.replace(self, recipe=None, fake=None)
 
     def _sum_of_rows(self, dy: Array, sizes: Array) -> Array:
         """Float32 [groups, out], as a product with ones, of as many columns as a GPU needs."""
@@ -133,6 +152,42 @@ class GroupedProducts(Products):
         return tuple(Wgrad(functools.partial(product, *pair), pair) for pair in sides)
 
 
+def grouped_products(
+    recipe: Recipe | None,
+    implementation: native.Implementation | None,
+    x: Array | QuantizedArray,
+    kernels: tuple[Any, ...],
+    **options: Any,
+) -> GroupedProducts | PerProduct:
+    """The products of a layer.
+
+    Args:
+      recipe, implementation, x, kernels: of the layer.
+      **options: further attributes of `GroupedProducts`.
+
+    Raises:
+      NativeUnavailableError: an implementation cannot run here.
+    """
+    options |= {"by_kernels": native.use_native(implementation), "dtype": x.dtype}
+
+    def of(recipe: Recipe | None, fake: Recipe | None = None) -> GroupedProducts:
+        problem = problem_of(recipe, x, kernels)
+        if recipe is not None:
+            chosen = implementation_for(implementation, recipe, problem, by_xla=False)
+        else:
+            chosen = "native" if grouped_native(implementation, problem) else "reference"
+        return GroupedProducts(recipe=recipe, implementation=chosen, fake=fake, **options)
+
+    return PerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
+
+
+def problem_of(recipe: Recipe | None, x: Array | QuantizedArray, kernels: tuple[Any, ...]) -> str | None:
+    """Why a GPU cannot multiply these, forward and backward."""
+    scaling = None if recipe is None else recipe.quantization("activation").scaling
+    problems = (cuda_problem(scaling, x.dtype, *kernel.shape) for kernel in kernels)
+    return next(filter(None, problems), None)
+
+
 class _Tokens(NamedTuple):
     """Tokens, and their rows in FP8 until the backward pass, which gathers them again."""
 
@@ -143,10 +198,13 @@ class _Tokens(NamedTuple):
 class GatheredProducts(GroupedProducts):
     """Products that take rows from tokens: gathered where they are quantized. What is kept are the tokens."""
 
-    def quantize(self, role, x, state, group: Groups, *, second_copy, with_dbias=False) -> QuantizedParts:
+    def quantize(
+        self, role, x, state, group: Groups, *, first_copy=True, second_copy, with_dbias=False
+    ) -> QuantizedParts:
         if role == "activation":
             return QuantizedParts(_Tokens(x, _gathered(self, role, x, group, "data")), None, None)  # pyright: ignore
-        return super().quantize(role, x, state, group, second_copy=second_copy, with_dbias=with_dbias)
+        copies = {"first_copy": first_copy, "second_copy": second_copy}
+        return super().quantize(role, x, state, group, **copies, with_dbias=with_dbias)
 
     def forward(self, x8: Any, kernel8s, biases, layouts, group: Groups, *, differentiated):
         ys, _, preactivations = super().forward(
@@ -167,10 +225,13 @@ class GatheredProducts(GroupedProducts):
 class ScatteredProducts(GroupedProducts):
     """Products that return rows to tokens, each the sum of its rows: their gradients are gathered."""
 
-    def quantize(self, role, x, state, group: Groups, *, second_copy, with_dbias=False) -> QuantizedParts:
+    def quantize(
+        self, role, x, state, group: Groups, *, first_copy=True, second_copy, with_dbias=False
+    ) -> QuantizedParts:
         if role == "gradient":
             return QuantizedParts(_gathered(self, role, x, group, "both" if second_copy else "data"), None, None)
-        return super().quantize(role, x, state, group, second_copy=second_copy, with_dbias=with_dbias)
+        copies = {"first_copy": first_copy, "second_copy": second_copy}
+        return super().quantize(role, x, state, group, **copies, with_dbias=with_dbias)
 
     def forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
         ys, h8, _ = super().forward(x8, kernel8s, biases, layouts, group, differentiated=differentiated)

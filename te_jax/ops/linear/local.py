@@ -15,14 +15,16 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import sharding
+from te_jax import native, sharding
+from te_jax._core.derivatives import not_differentiated
 from te_jax.ops.gemm import gemm, gemm_sum
-from te_jax.ops.linear.arguments import Shape, sequence_padding, whole_blocks
+from te_jax.ops.linear.arguments import Shape, implementation_for, sequence_padding, whole_blocks
+from te_jax.ops.linear.per_product import PerProduct
 from te_jax.ops.linear.products import Products, Weight, Wgrad, together
 from te_jax.ops.linear.rule import linear
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Product, Role
+from te_jax.recipe import Product, ProductRecipes, Recipe, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout, layout_of_product, regrouped, split_in_two
 
@@ -47,14 +49,21 @@ class LocalProducts(Products):
     contracting_ndim: int = 1
     activation: Activation | None = None
 
+    def sized(self, batch_ndim: int, contracting_ndim: int) -> LocalProducts:
+        """The same for x of other numbers of dimensions."""
+        return dataclasses.replace(self, batch_ndim=batch_ndim, contracting_ndim=contracting_ndim)
+
     @property
     def gelu_is_fused(self) -> bool:
         assert self.recipe is not None
         return self.activation == "gelu" and self.recipe.scalings["activation"][0] == "tensor"
 
-    def quantize(self, role, x, state=None, group=None, *, second_copy, with_dbias=False) -> QuantizedParts:
-        first = "transposed" if role == "kernel" and self.kernel_contracting == "first" else "data"
-        return self.copies_of(role, x, state, "both" if second_copy else first, with_dbias=with_dbias)
+    def quantize(
+        self, role, x, state=None, group=None, *, first_copy=True, second_copy, with_dbias=False
+    ) -> QuantizedParts:
+        is_transposed = (role == "kernel" and self.kernel_contracting == "first") == first_copy
+        one: Copies = "transposed" if is_transposed else "data"
+        return self.copies_of(role, x, state, "both" if first_copy and second_copy else one, with_dbias=with_dbias)
 
     def copies_of(self, role: Role, x: Any, state: Any, copies: Copies, *, with_dbias: bool = False) -> QuantizedParts:
         """x in FP8 for the products of this layer; see `Fp8.quantize`."""
@@ -177,10 +186,88 @@ def total(first: Array, *more: Array) -> Array:
     return functools.reduce(operator.add, (x.astype(jnp.float32) for x in (first, *more))).astype(first.dtype)
 
 
-def multiplied_in_fp8(layer: LocalProducts, x, x8, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideProducts(LocalProducts):
+    """Products in the dtype of x, beside others in FP8; `recipe` is None.
+
+    Attributes:
+      dtype: of x.
+      fake: a recipe whose values they read; None reads operands as they are.
+    """
+
+    dtype: np.dtype
+    fake: Recipe | None = None
+
+    @property
+    def gelu_is_fused(self) -> bool:
+        return False
+
+    def quantize(
+        self, role, x, state=None, group=None, *, first_copy=True, second_copy, with_dbias=False
+    ) -> QuantizedParts:
+        x = not_differentiated(x, self.once)
+        dbias = jnp.sum(x.astype(jnp.float32), axis=tuple(range(self.batch_ndim))) if with_dbias else None
+        if self.fake is None:
+            return QuantizedParts(x.astype(self.dtype), None, dbias)  # pyright: ignore[reportArgumentType]
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(LocalProducts)}
+        layer = LocalProducts(**{**own, "recipe": self.fake, "implementation": "reference", "by_kernels": False})
+        array = layer.quantize(role, x, first_copy=first_copy, second_copy=second_copy).array
+        values = dataclasses.replace(array, dtype=self.dtype).dequantize()
+        return QuantizedParts(values, None, dbias)  # pyright: ignore[reportArgumentType]
+
+    def gemm(self, product: Product, lhs: Array, rhs: Array, **options: Any) -> Any:
+        sizes = {
+            "forward": self.contracting_ndim, "dgrad": lhs.ndim - self.batch_ndim, "wgrad": self.batch_ndim,
+        }  # fmt: skip
+        options |= {**self.contracting(product), "contracting_ndim": sizes[product]}
+        return gemm(lhs, rhs, implementation=self.implementation, **options)
+
+    def dgrad(self, dy8s, kernel8s, group, layout: Layout):
+        pairs = zip(dy8s, kernel8s, strict=True)
+        return total(*(layout.apply(self.gemm("dgrad", *pair, out_dtype=layout.dtype)) for pair in pairs)), dy8s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalPerProduct(PerProduct):
+    """A recipe for each of the products of `LocalProducts`."""
+
+    @property
+    def contracting_ndim(self) -> int:
+        return self.layers[0].contracting_ndim
+
+    def sized(self, batch_ndim: int, contracting_ndim: int) -> LocalPerProduct:
+        layers = tuple(layer.sized(batch_ndim, contracting_ndim) for layer in self.layers)
+        return dataclasses.replace(self, batch_ndim=batch_ndim, layers=layers)
+
+
+def local_products(
+    recipe: Recipe, implementation: native.Implementation | None, dtype: np.dtype, **options: Any
+) -> LocalProducts | LocalPerProduct:
+    """The products of a layer.
+
+    Args:
+      recipe, implementation: of the layer.
+      dtype: of x.
+      **options: further attributes of `LocalProducts`.
+
+    Raises:
+      NativeUnavailableError: an implementation cannot run here.
+    """
+    options["by_kernels"] = native.use_native(implementation)
+
+    def of(recipe: Recipe | None, fake: Recipe | None = None) -> LocalProducts:
+        if recipe is not None:
+            return LocalProducts(recipe=recipe, implementation=implementation_for(implementation, recipe), **options)
+        wide: native.Implementation = "native" if native.use_native(implementation, products=True) else "reference"
+        return WideProducts(recipe=None, implementation=wide, dtype=dtype, fake=fake, **options)
+
+    return LocalPerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
+
+
+def multiplied_in_fp8(layer: LocalProducts | LocalPerProduct, x, x8, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
     """`linear` with groups of dimensions in forms that FP8 products take, and back."""
     like = x if x8 is None else x8
-    recipe: Any = getattr(layer, "recipes", layer.recipe)
+    recipe: Any = layer.recipes if isinstance(layer, LocalPerProduct) else layer.recipe
     shapes = [Shape.of(like, "kernel", w.kernel, layer.contracting_ndim, layer.kernel_contracting) for w in weights]
     layouts = layer.layouts(like, (weight.kernel for weight in weights))  # merging dimensions may gather what was split
     whole_batch, whole_inner, _ = shapes[0]
@@ -205,7 +292,7 @@ def multiplied_in_fp8(layer: LocalProducts, x, x8, weights: tuple[Weight, ...]) 
             kernel=kernel, bias=None if bias is None else regrouped(bias, (shape.outer,), (outer,))
         )  # fmt: skip
 
-    layer = dataclasses.replace(layer, batch_ndim=len(batch), contracting_ndim=len(inner))
+    layer = layer.sized(len(batch), len(inner))
     x, x8, weights = together((x, x8, tuple(map(merged, weights, shapes))))
     ys: Any = linear(layer, x, x8, weights, None)
     return tuple(

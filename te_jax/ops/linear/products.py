@@ -118,7 +118,15 @@ class Products(abc.ABC):
 
     @abc.abstractmethod
     def quantize(
-        self, role: Role, x: Any, state: Any, group: Any, *, second_copy: bool, with_dbias: bool = False
+        self,
+        role: Role,
+        x: Any,
+        state: Any,
+        group: Any,
+        *,
+        first_copy: bool = True,
+        second_copy: bool,
+        with_dbias: bool = False,
     ) -> QuantizedParts:
         """An operand as products read it, its amax where scaling is delayed, and dbias where it is asked for.
 
@@ -127,6 +135,7 @@ class Products(abc.ABC):
           x: plain, or quantized, which is returned as it is.
           state: of delayed scaling, or None.
           group: see above.
+          first_copy: whether the copy is needed that the forward pass reads of x and of a kernel, and dgrad of dy.
           second_copy: whether the copy is needed that dgrad reads of a kernel, and wgrad of x and of dy.
           with_dbias: of a gradient, whether its sum over rows is asked for.
         """

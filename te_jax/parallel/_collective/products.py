@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import sharding
+from te_jax import native, sharding
 from te_jax._core.types import BLOCK
-from te_jax.ops.linear.arguments import quantization_of
+from te_jax.ops.linear.arguments import implementation_for, quantization_of
+from te_jax.ops.linear.per_product import PerProduct
 from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.parallel._collective.call import CollectiveSpec
@@ -22,7 +23,7 @@ from te_jax.parallel._collective.sides import Sides, gather, in_order, sides_of,
 from te_jax.parallel.options import P2P, Ring
 from te_jax.parallel.transports import p2p, ring, xla
 from te_jax.parallel.transports.exchange import GemmOperand, Transport
-from te_jax.recipe import Product, Recipe, Role
+from te_jax.recipe import Product, ProductRecipes, Recipe, Role
 from te_jax.sharding import Layout
 
 
@@ -81,8 +82,9 @@ class CollectiveProducts(Products):
         return parts._replace(array=parts.array._replace(by_rows=by_rows, by_cols=by_cols))
 
     def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
-        if role == "kernel":
-            x, is_argument = x.by_rows, is_argument or self.quantizing.recipe is None
+        if isinstance(x, Sides):
+            is_argument = is_argument or (role == "kernel" and self.quantizing.recipe is None)
+            x = x.by_rows if role == "kernel" else x.by_cols
         name = functools.partial(checkpoint_name, name=f"{self.prefix}_{role}")
         return x if is_argument else jax.tree.map(name, x)
 
@@ -190,6 +192,50 @@ class ReduceScatterProducts(CollectiveProducts):
         x8 = x8.by_cols if isinstance(x8, Sides) else x8
         dy = gather(self.spec, dy.by_cols) if isinstance(dy, Sides) else dy
         return self.wgrads_of(x8, [in_order(self.spec, dy, square=self.kernel_contracting == "first")])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectivePerProduct(PerProduct):
+    """A recipe for each of the products of `CollectiveProducts`."""
+
+    @property
+    def spec(self) -> CollectiveSpec:
+        return self.layers[0].spec
+
+    def differentiated_once(self, operands: Any) -> Any:
+        return self.layers[0].differentiated_once(operands)
+
+
+def collective_products(
+    kind: type[CollectiveProducts],
+    recipe: Recipe | None,
+    implementation: native.Implementation | None,
+    spec: CollectiveSpec,
+    **options: Any,
+) -> CollectiveProducts | CollectivePerProduct:
+    """The products of a layer.
+
+    Args:
+      kind: of products.
+      recipe, implementation: of the layer.
+      spec: static arguments but for recipe and implementation.
+      **options: further attributes of `CollectiveProducts`.
+
+    Raises:
+      NativeUnavailableError: an implementation cannot run here.
+    """
+    if isinstance(recipe, ProductRecipes) and recipe.forward != recipe.wgrad:
+        spec = dataclasses.replace(spec, residual="shard")  # the gradients of kernels read another x
+
+    def of(recipe: Recipe | None, fake: Recipe | None = None) -> CollectiveProducts:
+        if recipe is None:
+            chosen = "native" if native.use_native(implementation, products=True) else "reference"
+        else:
+            chosen = implementation_for(implementation, recipe)
+        own = dataclasses.replace(spec, recipe=recipe, implementation=chosen)
+        return kind(recipe=recipe, implementation=chosen, spec=own, fake=fake, **options)
+
+    return CollectivePerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
 
 
 def _all_gather_gemm(spec: CollectiveSpec, product: Product, x: GemmOperand, kernels, biases, extras, keep_gathered):
