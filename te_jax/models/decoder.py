@@ -175,11 +175,12 @@ def requantize(
     DecoderConfig.check(config)
     from te_jax.optim import Requantize  # which needs optax
 
-    if kernel_scaling(config) is None:
+    recipe = config.recipe
+    if recipe is None or kernel_scaling(config) is None:
         raise ValueError(
-            f"config.recipe is {config.recipe!r}: only one recipe for all products says how kernels are quantized"
+            f"config.recipe is {recipe!r}: only one recipe for all products says how kernels are quantized"
         )
-    how = Requantize(config.recipe, implementation=implementation)
+    how = Requantize(recipe, implementation=implementation)
     layer = {**dict.fromkeys(config.other_shapes), **dict.fromkeys(_PROJECTIONS, how)}
     if config.experts is not None:
         of_experts = dataclasses.replace(how, stacked_ndim=1)

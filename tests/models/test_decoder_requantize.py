@@ -14,7 +14,7 @@ from te_jax import layers, models, optim
 from te_jax.models import DecoderConfig
 from te_jax.offload import Offload
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, products
 from te_jax.testing import assert_close
 
 CONFIG = DecoderConfig(
@@ -205,8 +205,9 @@ def test_remat_and_offload(change, tokens):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"config\.recipe is None"):
-        models.requantize(CONFIG)
+    for recipe in (None, products(forward=CurrentScaling())):
+        with pytest.raises(ValueError, match=r"config\.recipe is .*: only one recipe for all products says how"):
+            models.requantize(dataclasses.replace(CONFIG, recipe=recipe))
     config = dataclasses.replace(CONFIG, recipe=CurrentScaling())
     state = first_state(config)
     operands = optim.merge_kernels(state[0], state[2])

@@ -94,7 +94,7 @@ class LocalProducts(Products):
         values: Any = x.data if isinstance(x, QuantizedArray) else x
         return dataclasses.replace(layout_of_product(values, self.batch_ndim, copy, out), dtype=np.dtype(x.dtype))
 
-    def gemm(self, product: Product, lhs: QuantizedArray, rhs: QuantizedArray, **options: Any) -> Any:
+    def gemm(self, product: Product, lhs: Any, rhs: Any, **options: Any) -> Any:
         """One of the three products: "forward" x · kernel, "dgrad" dy · kernelᵀ, "wgrad" xᵀ · dy or dyᵀ · x."""
         fast, contracting = self.fp8.is_fast(product), self.contracting(product)
         return gemm(lhs, rhs, fast_accumulation=fast, implementation=self.implementation, **contracting, **options)
@@ -215,7 +215,7 @@ class WideProducts(LocalProducts):
         values = dataclasses.replace(array, dtype=self.dtype).dequantize()
         return QuantizedParts(values, None, dbias)  # pyright: ignore[reportArgumentType]
 
-    def gemm(self, product: Product, lhs: Array, rhs: Array, **options: Any) -> Any:
+    def gemm(self, product: Product, lhs: Any, rhs: Any, **options: Any) -> Any:
         sizes = {
             "forward": self.contracting_ndim, "dgrad": lhs.ndim - self.batch_ndim, "wgrad": self.batch_ndim,
         }  # fmt: skip
@@ -234,6 +234,9 @@ class LocalPerProduct(PerProduct):
     @property
     def contracting_ndim(self) -> int:
         return self.layers[0].contracting_ndim
+
+    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout, ...]:
+        return self.layers[0].layouts(x, kernels)
 
     def sized(self, batch_ndim: int, contracting_ndim: int) -> LocalPerProduct:
         layers = tuple(layer.sized(batch_ndim, contracting_ndim) for layer in self.layers)
@@ -317,7 +320,9 @@ class PlainProducts(Products):
             "without wgrad_accumulator"
         )
 
-    def quantize(self, role, x, state=None, group=None, *, second_copy=True, with_dbias=False) -> QuantizedParts:
+    def quantize(
+        self, role, x, state=None, group=None, *, first_copy=True, second_copy=True, with_dbias=False
+    ) -> QuantizedParts:
         return QuantizedParts(x, None, None)
 
     def forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated=True):
