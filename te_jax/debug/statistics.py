@@ -125,7 +125,8 @@ def with_statistics(
 
     Layers in FP8 with activations, gated MLPs and experts are then computed without the kernels that fuse an activation
     with its quantization, with equal values up to the rounding of the activation. An x or a kernel that comes as a
-    QuantizedArray has no statistics, except for kernels that FSDP quantizes.
+    QuantizedArray has no statistics, except for kernels that FSDP quantizes: give this step the plain kernels, which
+    layers quantize to the same bits.
 
     Args:
       function: a loss, its `jax.value_and_grad`, or a whole step. Statistics of gradients need the backward pass in
