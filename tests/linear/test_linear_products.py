@@ -50,6 +50,15 @@ def errors(case, recipe, **options):
     return dict(zip((*PRODUCTS, "dbias"), map(relative_error, found, expected), strict=True))
 
 
+def assert_in_fp8(product, errors, plain):
+    """The error of one product is that of FP8, and those of others at most `plain`."""
+    for other, error in errors.items():
+        if other == product:
+            assert 0.015 < error < (FORWARD if product == "forward" else GRADIENT)
+        else:
+            assert error < plain
+
+
 @pytest.mark.parametrize(("recipe", "product", "contracting"), in_turns(ONES, PRODUCTS, ["first", "last"]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_product_in_fp8(recipe, product, contracting, dtype, implementation, rng):
@@ -57,11 +66,7 @@ def test_one_product_in_fp8(recipe, product, contracting, dtype, implementation,
         implementation = None
     case = random_layer(rng, (3, 40), (2, 32), (3, 16), dtype, kernel_contracting=contracting)
     found = errors(case, products(**{product: recipe}), implementation=implementation)
-    for other, error in found.items():
-        if other == product:
-            assert 0.015 < error < (FORWARD if product == "forward" else GRADIENT)
-        else:
-            assert error < PLAIN[dtype]
+    assert_in_fp8(product, found, PLAIN[dtype])
 
 
 @pytest.mark.parametrize(
@@ -87,11 +92,7 @@ def test_one_collective_product_in_fp8(recipe, product, contracting, gathers, rn
         return y, *vjp(case.dy)
 
     found, expected = jax.jit(lambda: (step(products(**{product: recipe})), step(None)))()
-    for other, error in zip(PRODUCTS, map(relative_error, found, expected), strict=True):
-        if other == product:
-            assert 0.015 < error < (FORWARD if product == "forward" else GRADIENT)
-        else:
-            assert error < 1e-6
+    assert_in_fp8(product, dict(zip(PRODUCTS, map(relative_error, found, expected), strict=True)), 1e-6)
 
 
 @pytest.mark.parametrize(("recipe", "product", "contracting"), in_turns(ONES, PRODUCTS, ["first", "last"]))
@@ -108,11 +109,7 @@ def test_one_product_of_experts_in_fp8(recipe, product, contracting, rng):
         return y, *vjp(case.dy)
 
     found, expected = jax.jit(lambda: (step(products(**{product: recipe})), step(None)))()
-    for other, error in zip(PRODUCTS, map(relative_error, found, expected), strict=True):
-        if other == product:
-            assert 0.015 < error < (FORWARD if product == "forward" else GRADIENT)
-        else:
-            assert error < 1e-6
+    assert_in_fp8(product, dict(zip(PRODUCTS, map(relative_error, found, expected), strict=True)), 1e-6)
 
 
 def test_mixture_of_experts(rng):
