@@ -962,6 +962,8 @@ def dense(name, recipe, layouts, *, dtype="float32", bias=False, accumulator=Fal
     small = {"all-reduce": 8 + OUT * bias}  # largest magnitudes, and the gradient of the bias
     if isinstance(recipe, RowwiseScaling | BlockScaling | ProductRecipes):
         small = dict.fromkeys(("all-reduce", "all-gather"), 2 * (TOKENS + IN + OUT))
+    if isinstance(recipe, MXFP8Scaling):
+        small |= {"all-gather": 2 * IN * OUT // 32}  # the scales of both copies, with FSDP
     # The gradient of the kernel goes to an accumulator.
     named = [name for name in draw(np.random.default_rng(0)) if name != "x" and not (accumulator and name == "kernel")]
     once = r"is differentiated once|FP8 layers: recipe=None"

@@ -299,7 +299,10 @@ def test_operands_of_its_own(operation, layout, axis_type, rng):
             operation.step_of(run), mesh=mesh, in_specs=(specs, each), out_specs=out_specs, axis_names={*own}
         )
     else:
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=each, axis_names={*own}, check_vma=partly)
+        # XLA for CPUs aborts where it sums bfloat16 over some of the axes of an unchecked shard_map.
+        wide = partly or not any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(operands))
+        names = {*(own if wide else DEVICES)}
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=each, axis_names=names, check_vma=partly)
         step = operation.step_of(mapped) if differentiable else lambda operands, _: (mapped(operands), {})
     with jax.set_mesh(mesh):
         case = placed(mesh, specs_of(layout, operands), operands), placed(mesh, each, cotangents)
