@@ -1478,6 +1478,7 @@ OPERATIONS = [
     ),
     dataclasses.replace(
         with_accumulator(matmul_reduce_scatter("products, forward", products(forward=CURRENT), variant=True)),
+        name="matmul_reduce_scatter, products and accumulator",
         tolerance=(FORWARD, None),
         policy=None,
     ),
@@ -1497,3 +1498,4 @@ OPERATIONS = [
     collective_gated_mlp("current", CURRENT, variant=True),
     with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
 ]
+assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS), "two rows have one name, and one golden file"
