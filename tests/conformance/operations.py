@@ -1498,4 +1498,4 @@ OPERATIONS = [
     collective_gated_mlp("current", CURRENT, variant=True),
     with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
 ]
-assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS), "two rows have one name, and one golden file"
+assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS), "two rows have one name"
