@@ -1497,5 +1497,9 @@ OPERATIONS = [
     with_kernels_quantized(with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)), CURRENT, "model"),
     collective_gated_mlp("current", CURRENT, variant=True),
     with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
+    dataclasses.replace(
+        with_accumulator(all_gather_matmul("plain", None, variant=True)),
+        name="all_gather_matmul, plain and accumulator",
+    ),
 ]
 assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS), "two rows have one name"

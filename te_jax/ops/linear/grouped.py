@@ -152,6 +152,14 @@ class GroupedProducts(Products):
         return tuple(Wgrad(functools.partial(product, *pair), pair) for pair in sides)
 
 
+class _PerProduct(PerProduct):
+    """A recipe for each of the products of `GroupedProducts`."""
+
+    @property
+    def once(self) -> str:
+        return REVERSE_MODE
+
+
 def grouped_products(
     recipe: Recipe | None,
     implementation: native.Implementation | None,
@@ -178,7 +186,7 @@ def grouped_products(
             chosen = "native" if grouped_native(implementation, problem) else "reference"
         return GroupedProducts(recipe=recipe, implementation=chosen, fake=fake, **options)
 
-    return PerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
+    return _PerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
 
 
 def problem_of(recipe: Recipe | None, x: Array | QuantizedArray, kernels: tuple[Any, ...]) -> str | None:

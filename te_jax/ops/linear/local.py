@@ -199,6 +199,10 @@ class WideProducts(LocalProducts):
     fake: Recipe | None = None
 
     @property
+    def is_plain(self) -> bool:
+        return False
+
+    @property
     def gelu_is_fused(self) -> bool:
         return False
 
@@ -312,13 +316,6 @@ class PlainProducts(Products):
     """Products in the dtype of x, by XLA; for attributes see `LocalProducts`."""
 
     contracting_ndim: int
-
-    @property
-    def once(self) -> str:
-        return (
-            f"{self.name} with wgrad_accumulator is differentiated once, by its own rules; for second derivatives do "
-            "without wgrad_accumulator"
-        )
 
     def quantize(
         self, role, x, state=None, group=None, *, first_copy=True, second_copy=True, with_dbias=False

@@ -64,10 +64,6 @@ class PerProduct(Products):
         return first == second and not isinstance(first, Fake)
 
     @property
-    def once(self) -> str:
-        return self.layers[0].once
-
-    @property
     def is_plain(self) -> bool:
         return False
 

@@ -91,6 +91,11 @@ class Products(abc.ABC):
     @property
     def once(self) -> str:
         """Why there are no second derivatives."""
+        if self.is_plain:
+            return (
+                f"{self.name} with wgrad_accumulator is differentiated once, by its own rules; for second derivatives "
+                "do without wgrad_accumulator"
+            )
         return f"{self.name} in FP8 is differentiated once, by its own rules; for second derivatives use recipe=None"
 
     def differentiated_once(self, operands: Any) -> Any:

@@ -289,8 +289,9 @@ def gradients_of(
     if wgrad is not None and (target := layout.accumulator) is not None:
         accumulator = weight.accumulator
         if products.accumulate:
-            accumulator = not_differentiated(accumulator, products.once)
-            accumulator = added_once(accumulator, *jax.tree.leaves(wgrad.operands))
+            operands = jax.tree.leaves(wgrad.operands)
+            accumulator, operands = not_differentiated((accumulator, operands), products.once)
+            accumulator = added_once(accumulator, *operands)
         following = wgrad.product(accumulator=accumulator, accumulate=products.accumulate, out_dtype=target.dtype)
         following = target.apply(following)
     elif wgrad is not None and (target := layout.kernel) is not None:

@@ -202,9 +202,6 @@ class CollectivePerProduct(PerProduct):
     def spec(self) -> CollectiveSpec:
         return self.layers[0].spec
 
-    def differentiated_once(self, operands: Any) -> Any:
-        return self.layers[0].differentiated_once(operands)
-
 
 def collective_products(
     kind: type[CollectiveProducts],
