@@ -37,6 +37,8 @@ def fp8_implementation(
     native.validate_implementation(implementation)
     if implementation == "reference":
         return "reference"
+    if scaling == "block_1x32":
+        problem = "no native kernel multiplies FP8 with 'block_1x32' scaling"
     capability = native.compute_capability()
     xla_problem = _xla_problem(scaling, capability) if by_xla else "XLA has no FP8 product of groups of rows"
     if implementation == "xla":
@@ -83,8 +85,6 @@ def operands_implementation(
 def unsupported(scaling: Scaling | None, algorithm: str = "auto") -> str | None:
     """Why the native kernels cannot multiply FP8 with this scaling on the default backend's devices, if so."""
     capability = native.compute_capability()
-    if scaling == "block_1x32":
-        return "no native kernel multiplies FP8 with 'block_1x32' scaling"
     if scaling is None or capability is None:
         return None
     if scaling == "tensor" and algorithm != "te_jax":

@@ -171,12 +171,14 @@ def linear_cross_entropy(
     )
     sharding.validate_split("kernel", kernel, split.vocab_axis, remedy, "vocab_axis")
     products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
+    # First: where it raises, nothing warns.
+    chosen = None if recipe is None else implementation_for(implementation, recipe)
     layer, use_native = None, native.use_native(implementation)
-    if recipe is not None:
+    if recipe is not None and chosen is not None:
         layer = LocalProducts(
             name=_NAME,
             recipe=recipe,
-            implementation=implementation_for(implementation, recipe),
+            implementation=chosen,
             by_kernels=use_native,
             kernel_contracting=kernel_contracting,
         )

@@ -337,7 +337,6 @@ def prepared(
         x_dtype=np.dtype(x.dtype),
         out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
         implementation="reference",  # until `collective_products`
-        by_kernels=native.use_native(implementation),
         transport=transport,
         residual=residual,
     )
@@ -353,7 +352,6 @@ def prepared(
         implementation,
         spec,
         name=f"te_jax.parallel.{spec.name}",
-        by_kernels=spec.by_kernels,
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axes,
         kernel_contracting=kernel_contracting,

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from te_jax import native, ops, recipe
+from te_jax import native, ops, parallel, recipe
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, DelayedScalingState, Recipe
 
 CURRENT, BLOCK, DELAYED = CurrentScaling(), BlockScaling(), DelayedScaling(history_len=4)
@@ -274,7 +274,16 @@ LAYERS_IN_FP8 = {
     "linear_cross_entropy": lambda **options: ops.linear_cross_entropy(
         X, KERNEL, jnp.zeros(X.shape[:-1], jnp.int32), **options
     ),
+    "all_gather_matmul": lambda **options: _gathered(functools.partial(parallel.all_gather_matmul, **options)),
 }
+
+
+def _gathered(product):
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    product = functools.partial(product, axis_name="tensor")
+    return jax.shard_map(product, mesh=mesh, in_specs=(P("tensor"), P(None, "tensor")), out_specs=P(None, "tensor"))(
+        X, KERNEL
+    )
 
 
 @pytest.mark.parametrize("layer", LAYERS_IN_FP8.values(), ids=LAYERS_IN_FP8)

@@ -176,7 +176,6 @@ def grouped_products(
     Raises:
       NativeUnavailableError: an implementation cannot run here.
     """
-    options |= {"by_kernels": native.use_native(implementation), "dtype": x.dtype}
 
     def of(recipe: Recipe | None, fake: Recipe | None = None) -> GroupedProducts:
         problem = problem_of(recipe, x, kernels)
@@ -184,7 +183,8 @@ def grouped_products(
             chosen = implementation_for(implementation, recipe, problem, by_xla=False)
         else:
             chosen = "native" if grouped_native(implementation, problem) else "reference"
-        return GroupedProducts(recipe=recipe, implementation=chosen, fake=fake, **options)
+        own = {"by_kernels": native.use_native(implementation), "dtype": x.dtype, "fake": fake}
+        return GroupedProducts(recipe=recipe, implementation=chosen, **own, **options)
 
     return _PerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
 

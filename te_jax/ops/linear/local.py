@@ -260,13 +260,16 @@ def local_products(
     Raises:
       NativeUnavailableError: an implementation cannot run here.
     """
-    options["by_kernels"] = native.use_native(implementation)
 
     def of(recipe: Recipe | None, fake: Recipe | None = None) -> LocalProducts:
-        if recipe is not None:
-            return LocalProducts(recipe=recipe, implementation=implementation_for(implementation, recipe), **options)
-        wide: native.Implementation = "native" if native.use_native(implementation, products=True) else "reference"
-        return WideProducts(recipe=None, implementation=wide, dtype=dtype, fake=fake, **options)
+        if recipe is None:
+            chosen = "native" if native.use_native(implementation, products=True) else "reference"
+        else:
+            chosen = implementation_for(implementation, recipe)
+        given: Any = {"recipe": recipe, "implementation": chosen, "by_kernels": native.use_native(implementation)}
+        if recipe is None:
+            return WideProducts(dtype=dtype, fake=fake, **given, **options)
+        return LocalProducts(**given, **options)
 
     return LocalPerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
 

@@ -215,7 +215,7 @@ def collective_products(
     Args:
       kind: of products.
       recipe, implementation: of the layer.
-      spec: static arguments but for recipe and implementation.
+      spec: static arguments but for recipe and implementations.
       **options: further attributes of `CollectiveProducts`.
 
     Raises:
@@ -229,8 +229,8 @@ def collective_products(
             chosen = "native" if native.use_native(implementation, products=True) else "reference"
         else:
             chosen = implementation_for(implementation, recipe)
-        own = dataclasses.replace(spec, recipe=recipe, implementation=chosen)
-        return kind(recipe=recipe, implementation=chosen, spec=own, fake=fake, **options)
+        given: Any = {"recipe": recipe, "implementation": chosen, "by_kernels": native.use_native(implementation)}
+        return kind(**given, spec=dataclasses.replace(spec, **given), fake=fake, **options)
 
     return CollectivePerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
 
