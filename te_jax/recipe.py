@@ -323,7 +323,7 @@ class ProductRecipes(Recipe):
         """None: raises ValueError, since an operand has no scaling of its own."""
         raise ValueError(
             f"recipe is {self!r}; one recipe for all three products is needed here: those of products are for layers "
-            "with plain arrays"
+            "with plain arrays, and the head names its products in FP8 by fp8_products"
         )
 
 

@@ -67,8 +67,8 @@ class Layer:
       operation: name of the public function.
       links: those of the kernels that an operand belongs to.
       dgrad_copy: "data" or "transposed", the copy of a kernel that the gradient of x reads.
-      data_copies: the copies that products have of the data, where the transposed one is made from it; () where the
-        data is what it says.
+      data_copies: the copies for which the data counts, where the transposed one is made from it later; () where each
+        copy counts for itself.
     """
 
     operation: str
@@ -101,7 +101,7 @@ def layer(operation: str, links: Sequence[Array], dgrad_copy: str) -> Iterator[N
 
 @contextlib.contextmanager
 def data_read_as(copies: tuple[str, ...]) -> Iterator[None]:
-    """A context in which arrays are quantized of whose data products have these copies; see `Layer.data_copies`."""
+    """A context in which the data of quantized arrays counts for these copies; see `Layer.data_copies`."""
     current = _layer.get()
     token = _layer.set(current and dataclasses.replace(current, data_copies=copies))
     try:

@@ -44,8 +44,8 @@ def write(statistics: Mapping[str, LayerStatistics], writer: Writer, step: int) 
       ...     return te_jax.ops.dense(x, params["up"], recipe=te_jax.recipe.CurrentScaling()).sum()
       >>> step = jax.jit(te_jax.debug.with_statistics(jax.grad(loss)))
       >>> _, statistics = step({"up": jnp.ones((32, 16))}, jnp.ones((4, 32)))
-      >>> writer = te_jax.debug.JSONLinesWriter("statistics.jsonl")  # doctest: +SKIP
-      >>> te_jax.debug.write(statistics, writer, step=100)  # doctest: +SKIP
+      >>> with te_jax.debug.JSONLinesWriter("statistics.jsonl") as writer:  # doctest: +SKIP
+      ...     te_jax.debug.write(statistics, writer, step=100)
     """
     if not callable(getattr(writer, "add_scalar", None)):
         raise ValueError(

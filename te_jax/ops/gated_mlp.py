@@ -19,7 +19,7 @@ from te_jax.ops.linear.arguments import (
     Operand,
     Shape,
     as_operand,
-    implementation_for,
+    means_of,
     sequence_padding,
     split,
     state_axes,
@@ -144,9 +144,7 @@ def gated_mlp(
         validate_fp8(operand, *named_kernel, shape, recipe, *named_state, kernel_contracting)
     layer = LocalProducts(
         name="te_jax.ops.gated_mlp",
-        recipe=recipe,
-        implementation=implementation_for(implementation, recipe),
-        by_kernels=native.use_native(implementation),
+        **means_of(implementation, recipe),
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axis_names,
         batch_ndim=x.ndim - 1,

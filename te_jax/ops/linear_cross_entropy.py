@@ -26,7 +26,7 @@ from te_jax.ops._quantize_kernels import families_of
 from te_jax.ops.gemm import gemm
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_reached
-from te_jax.ops.linear.arguments import KernelContracting, implementation_for
+from te_jax.ops.linear.arguments import KernelContracting, means_of
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.operands import as_array
@@ -171,17 +171,11 @@ def linear_cross_entropy(
     )
     sharding.validate_split("kernel", kernel, split.vocab_axis, remedy, "vocab_axis")
     products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
-    # First: where it raises, nothing warns.
-    chosen = None if recipe is None else implementation_for(implementation, recipe)
-    layer, use_native = None, native.use_native(implementation)
-    if recipe is not None and chosen is not None:
-        layer = LocalProducts(
-            name=_NAME,
-            recipe=recipe,
-            implementation=chosen,
-            by_kernels=use_native,
-            kernel_contracting=kernel_contracting,
-        )
+    layer = None
+    if recipe is not None:
+        means = means_of(implementation, recipe)
+        layer = LocalProducts(name=_NAME, kernel_contracting=kernel_contracting, **means)
+    use_native = native.use_native(implementation)
     head = _Head(
         split,
         kernel_contracting,

@@ -88,6 +88,19 @@ def implementation_for(
         ) from None
 
 
+def means_of(implementation: native.Implementation | None, recipe: Recipe | None) -> dict[str, Any]:
+    """Those attributes of `Products` that say by what a layer multiplies and quantizes.
+
+    Raises:
+      NativeUnavailableError: as `implementation_for`, before anything warns.
+    """
+    if recipe is None:
+        chosen = "native" if native.use_native(implementation, products=True) else "reference"
+    else:
+        chosen = implementation_for(implementation, recipe)
+    return {"recipe": recipe, "implementation": chosen, "by_kernels": native.use_native(implementation)}
+
+
 def recipes_of(recipe: Recipe) -> list[Recipe]:
     """The recipe, or those of products."""
     if not isinstance(recipe, ProductRecipes):

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax import native, sharding
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops.gemm import gemm, gemm_sum
-from te_jax.ops.linear.arguments import Shape, implementation_for, sequence_padding, whole_blocks
+from te_jax.ops.linear.arguments import Shape, means_of, sequence_padding, whole_blocks
 from te_jax.ops.linear.per_product import PerProduct
 from te_jax.ops.linear.products import Products, Weight, Wgrad, together
 from te_jax.ops.linear.rule import linear
@@ -262,14 +262,10 @@ def local_products(
     """
 
     def of(recipe: Recipe | None, fake: Recipe | None = None) -> LocalProducts:
+        means = means_of(implementation, recipe)
         if recipe is None:
-            chosen = "native" if native.use_native(implementation, products=True) else "reference"
-        else:
-            chosen = implementation_for(implementation, recipe)
-        given: Any = {"recipe": recipe, "implementation": chosen, "by_kernels": native.use_native(implementation)}
-        if recipe is None:
-            return WideProducts(dtype=dtype, fake=fake, **given, **options)
-        return LocalProducts(**given, **options)
+            return WideProducts(dtype=dtype, fake=fake, **means, **options)
+        return LocalProducts(**means, **options)
 
     return LocalPerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
 

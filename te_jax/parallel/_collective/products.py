@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK
-from te_jax.ops.linear.arguments import implementation_for, quantization_of
+from te_jax.ops.linear.arguments import means_of, quantization_of
 from te_jax.ops.linear.per_product import PerProduct
 from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.quantize import QuantizedParts
@@ -225,12 +225,8 @@ def collective_products(
         spec = dataclasses.replace(spec, residual="shard")  # the gradients of kernels read another x
 
     def of(recipe: Recipe | None, fake: Recipe | None = None) -> CollectiveProducts:
-        if recipe is None:
-            chosen = "native" if native.use_native(implementation, products=True) else "reference"
-        else:
-            chosen = implementation_for(implementation, recipe)
-        given: Any = {"recipe": recipe, "implementation": chosen, "by_kernels": native.use_native(implementation)}
-        return kind(**given, spec=dataclasses.replace(spec, **given), fake=fake, **options)
+        means = means_of(implementation, recipe)
+        return kind(**means, spec=dataclasses.replace(spec, **means), fake=fake, **options)
 
     return CollectivePerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
 
