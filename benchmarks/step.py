@@ -24,6 +24,8 @@ layers between. Implementations:
 - te_jax_block_offload: te_jax_block_fp8_head with inputs of blocks, and what attention reads and returns, in host
   memory until the backward pass (`DecoderConfig.offload`).
 - te_jax_block_float32_moments: te_jax_block with the moments of optax: what the kernels gain without the optimizer.
+- te_jax_block_statistics: te_jax_block with `te_jax.debug.with_statistics` of all tensors in every step, as `te-jax
+  train --statistics` takes it every N steps: layers quantize the kernels, which then have statistics too.
 
 Train states of two implementations do not fit one GPU, so each makes its own from the same seed when its turn comes,
 runs a step that is not counted, and then those that are, up to four at a time; compiled programs stay. Model TFLOP/s
@@ -66,7 +68,7 @@ from benchmarks.harness import (
 )
 from benchmarks.moe import plain_experts
 from benchmarks.profile import traced
-from te_jax import models, native, optim
+from te_jax import debug, models, native, optim
 from te_jax._core.devices import bf16_peak
 from te_jax.layers import Router, accumulate_gradients
 from te_jax.models import DecoderConfig
@@ -106,6 +108,7 @@ class Variant:
       head_fp8_products: of the products that it quantizes.
       master_dtype: of what completes bfloat16 parameters; None for float32 ones.
       offload: what blocks keep in host memory.
+      statistics: whether the step returns those of all tensors in FP8.
       implementation: of te_jax's operations. Never None: where the kernels are not loaded that would publish the
         reference under their name.
     """
@@ -116,6 +119,7 @@ class Variant:
     head_fp8_products: tuple[Product, ...] = ("dgrad", "wgrad")
     master_dtype: str | None = None
     offload: Offload | None = None
+    statistics: bool = False
     implementation: native.Implementation = "native"
 
 
@@ -130,6 +134,7 @@ VARIANTS = {
     ),
     "te_jax_block_offload": Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
     "te_jax_block_float32_moments": Variant(BlockScaling(), moments="float32"),
+    "te_jax_block_statistics": Variant(BlockScaling(), statistics=True),
     "te_jax_current": Variant(CurrentScaling(fast_accumulation=_ALL)),
     "te_jax_delayed": Variant(DelayedScaling(fast_accumulation=_ALL)),
     "te_jax_xla": Variant(CurrentScaling(fast_accumulation=_ALL), implementation="xla"),
@@ -195,7 +200,7 @@ class Program:
       name: of the implementation.
       first: makes the first train state, always the same.
       batch: tokens and targets.
-      step: compiled (state, tokens, targets) -> (state, loss); the state given is donated.
+      step: compiled (state, tokens, targets) -> (state, loss or (loss, statistics)); the state given is donated.
       compile_seconds: what tracing and compiling the step took.
       scaling: entries of the state that replace those of `first_state`, once they are known.
       losses: of the first steps.
@@ -220,7 +225,8 @@ class Program:
         return state
 
     def run(self, state: State) -> tuple[State, jax.Array]:
-        return self.step(state, *self.batch)
+        state, result = self.step(state, *self.batch)
+        return state, result[0] if isinstance(result, tuple) else result
 
 
 @dataclasses.dataclass
@@ -510,7 +516,8 @@ def built(name: str, case: shapes.StepShape, depth: int) -> Program:
 
 
 Made = tuple[Callable[[Any], State], Callable[..., Any]]
-"""How a train state is made of parameters, and a step: (state, tokens, targets) -> (state, loss)."""
+"""How a train state is made of parameters, and a step: (state, tokens, targets) -> (state, loss), the loss perhaps in a
+tuple with statistics."""
 
 
 def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneDevice) -> Program:
@@ -581,22 +588,29 @@ def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDev
 
     def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
         params, scaling = state["params"], state["scaling"]
-        operands = params if how is None else optim.merge_kernels(params, state["kernels"])
-        gradient = accumulate_gradients(loss, in_place=on.sums_in_place)
-        sums = on.parts(jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params))
-        zeros = sums, jax.tree.map(jnp.zeros_like, scaling)
-        value, (gradients, scaling) = _over_microbatches(
-            functools.partial(gradient, (operands, scaling)), zeros, tokens, targets
-        )
+        operands = params if how is None or variant.statistics else optim.merge_kernels(params, state["kernels"])
+
+        def gradients_of(operands: Any, scaling: Any, tokens: jax.Array, targets: jax.Array) -> Any:
+            gradient = accumulate_gradients(loss, in_place=on.sums_in_place)
+            sums = on.parts(jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params))
+            zeros = sums, jax.tree.map(jnp.zeros_like, scaling)
+            return _over_microbatches(functools.partial(gradient, (operands, scaling)), zeros, tokens, targets)
+
+        if variant.statistics:
+            (value, (gradients, scaling)), found = debug.with_statistics(gradients_of)(
+                operands, scaling, tokens, targets
+            )
+        else:
+            (value, (gradients, scaling)), found = gradients_of(operands, scaling, tokens, targets), None
         if case.microbatches > 1:
             gradients = jax.tree.map(lambda sum_: sum_ / case.microbatches, gradients)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(gradients, state["optimizer"], params)
-            found = optim.apply_updates(params, updates, requantize=how)
-        state = {"optimizer": moments, "scaling": scaling, "params": found if how is None else found[0]}
+            updated = optim.apply_updates(params, updates, requantize=how)
+        state = {"optimizer": moments, "scaling": scaling, "params": updated if how is None else updated[0]}
         if how is not None:
-            state["kernels"] = found[1]
-        return state, value
+            state["kernels"] = updated[1]
+        return state, value if found is None else (value, found)
 
     return complete, step
 
