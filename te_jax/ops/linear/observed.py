@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ _INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
 _ROUNDED = np.float32(1 + 2**-20)  # what scales in float32 may be off by
 _EXPONENTS = 256
 
+_Rows = dict[tuple[str, ...], Array]
+"""Statistics of rows, by the fields that an integer holds."""
+
 
 def observed(role: Role, x: Array, array: QuantizedArray) -> QuantizedArray:
     """An array in FP8, with statistics of its copies where they are asked for.
@@ -31,14 +34,15 @@ def observed(role: Role, x: Array, array: QuantizedArray) -> QuantizedArray:
     request, layer = observe.requested(), observe.current_layer()
     if request is None or layer is None or (role not in request.roles and role != "kernel"):
         return array
-    entries, statistics = [], []
     x, still = lax.stop_gradient((x, dataclasses.replace(array, straight_through=None)))
+    wanted = []
     for copy, products in _copies(still, role, layer):
-        wanted = tuple(product for product in products if role in request.roles and product in request.products)
-        if wanted:
-            fields = _fields(x, copy, exponents=request.exponents)
-            entries.append(observe.Entry(wanted, tuple(fields)))
-            statistics += fields.values()
+        asked = tuple(product for product in products if role in request.roles and product in request.products)
+        if asked:
+            wanted.append((copy, asked))
+    found = _fields(x, [copy for copy, _ in wanted], exponents=request.exponents) if wanted else []
+    entries = [observe.Entry(asked, tuple(fields)) for (_, asked), fields in zip(wanted, found, strict=True)]
+    statistics = [value for fields in found for value in fields.values()]
     if not entries and role != "kernel":  # from whose tag others know where the kernel comes from
         return array
     held = {name: getattr(array, name) for name in ("data", "transposed") if getattr(array, name) is not None}
@@ -66,43 +70,86 @@ def _copies(
         yield array.without_data(), (transposed,)
 
 
-def _fields(x: Array, copy: QuantizedArray, *, exponents: bool) -> dict[str, Array]:
-    """The statistics of one copy of x, by the names of `observe.KINDS`."""
-    layout, wide = Layout.of(x), dataclasses.replace(copy, dtype=np.dtype(np.float32))
-    layout = dataclasses.replace(layout, dtype=np.dtype(np.float32))
-    if x.dtype != jnp.float32:
-        x = lax.optimization_barrier(x)  # XLA might take the values that x had before it was rounded
-    x = x.astype(jnp.float32)
-    read = layout.apply(wide.dequantize())
-    codes = layout.apply(_with_scales(wide, jnp.ones_like).dequantize())
-
+def _fields(x: Array, copies: Sequence[QuantizedArray], *, exponents: bool) -> list[dict[str, Array]]:
+    """The statistics of copies of x, by the names of `observe.KINDS`."""
+    layout = dataclasses.replace(Layout.of(x), dtype=np.dtype(np.float32))
+    # XLA might take the values that x had before it was rounded, or wait with those of kernels for the optimizer.
+    x = lax.optimization_barrier(x).astype(jnp.float32)
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     finite = bits < _INFINITY
-    nonzero = finite & (bits >= _SMALLEST_NORMAL)
-    stored: Any = copy.data if copy.data is not None else copy.transposed
-    largest = np.float32(jnp.finfo(stored.dtype).max)
-    beyond = (jnp.abs(codes) == largest) & (jnp.abs(x) > jnp.abs(read) * _ROUNDED)
-    scale_inv: Any = copy.scale_inv if copy.data is not None else copy.transposed_scale_inv
-    scale = 1.0 / scale_inv.astype(jnp.float32)
-    known = jnp.isfinite(scale)
-    fields: dict[str, Any] = {
-        "amax_bits": jnp.max(bits, initial=0),
-        "smallest_scale": jnp.min(jnp.where(known, scale, jnp.inf), initial=np.inf),
-        "largest_scale": jnp.max(jnp.where(known, scale, -jnp.inf), initial=-np.inf),
-        "count": jnp.full((), x.size, jnp.float32),
-        "nonzero": _count(nonzero),
-        "underflows": _count(nonzero & (read == 0.0)),
-        "saturated": _count(nonzero & beyond),
-        "nonfinite": _count(~finite),
-        "squares": _sum(jnp.where(finite, x, 0.0) ** 2),
-        "error_squares": _sum(jnp.where(finite, x - read, 0.0) ** 2),
+    # Finite too: in one comparison, so that XLA does not keep it in memory.
+    above = lax.bitcast_convert_type(bits - _SMALLEST_NORMAL, jnp.uint32)
+    nonzero = above < np.uint32(_INFINITY - _SMALLEST_NORMAL)
+    of_x = {
+        ("amax_bits",): jnp.max(bits, axis=-1, initial=0),
+        ("squares",): jnp.sum(jnp.where(finite, x, 0.0) ** 2, axis=-1),
+        **_counts(nonzero=nonzero, nonfinite=~finite),
     }
+
+    def of_copy(copy: QuantizedArray) -> _Rows:
+        codes, read = _read(x, copy, layout)
+        stored: Any = copy.data if copy.data is not None else copy.transposed
+        beyond = (jnp.abs(codes) == _largest(stored)) & (jnp.abs(x) > jnp.abs(read) * _ROUNDED)
+        return {
+            ("error_squares",): jnp.sum(jnp.where(finite, x - read, 0.0) ** 2, axis=-1),
+            **_counts(underflows=nonzero & (read == 0.0), saturated=nonzero & beyond),
+        }
+
+    # XLA finds all rows in one pass over x, and float32 sums of rows lose less than one sum of all values.
+    of_x, *of_copies = lax.optimization_barrier([of_x, *map(of_copy, copies)])
+    rest: dict[str, Array] = {"count": jnp.full((), x.size, jnp.float32)}
     if exponents:
         each = jnp.arange(_EXPONENTS, dtype=jnp.int32).reshape((1,) * x.ndim + (_EXPONENTS,))
         is_in_bin = jnp.expand_dims(bits >> 23, x.ndim) == each
         counts = jnp.sum(is_in_bin, axis=x.ndim - 1, dtype=jnp.int32).astype(jnp.float32)
-        fields["exponents"] = jnp.sum(counts, axis=tuple(range(x.ndim - 1)))
-    return fields
+        rest["exponents"] = jnp.sum(counts, axis=tuple(range(x.ndim - 1)))
+    return [
+        _of_tensor(of_x | found) | _of_scales(copy) | rest for copy, found in zip(copies, of_copies, strict=True)
+    ]
+
+
+def _counts(**flags: Array) -> _Rows:
+    """How many of two kinds of flags are set in each row: in one integer, where it holds both."""
+    first, second = (each.astype(jnp.int32) for each in flags.values())
+    if first.shape[-1] < 1 << 15:
+        return {tuple(flags): jnp.sum(first | second << 16, axis=-1)}
+    return {(name,): jnp.sum(each, axis=-1) for name, each in zip(flags, (first, second), strict=True)}
+
+
+def _of_tensor(rows: _Rows) -> dict[str, Array]:
+    """Sums are float32: integers of 32 bits do not count the values of all devices; those of a row they do."""
+    found = {}
+    for fields, values in rows.items():
+        for place, field in enumerate(fields):
+            each = values if len(fields) == 1 else values >> 16 * place & 0xFFFF
+            is_largest = observe.KINDS[field] == "max"
+            found[field] = jnp.max(each, initial=0) if is_largest else jnp.sum(each.astype(jnp.float32))
+    return found
+
+
+def _of_scales(copy: QuantizedArray) -> dict[str, Array]:
+    scale_inv: Any = copy.scale_inv if copy.data is not None else copy.transposed_scale_inv
+    scale = 1.0 / scale_inv.astype(jnp.float32)
+    known = jnp.isfinite(scale)
+    return {
+        "smallest_scale": jnp.min(jnp.where(known, scale, jnp.inf), initial=np.inf),
+        "largest_scale": jnp.max(jnp.where(known, scale, -jnp.inf), initial=-np.inf),
+    }
+
+
+def _read(x: Array, copy: QuantizedArray, layout: Layout) -> tuple[Array, Array]:
+    """The codes of a copy as float32, and the values that products read, where x lies.
+
+    Codes of a transposed copy are computed from x once more. To turn the stored ones would cost XLA several passes.
+    """
+    copy = dataclasses.replace(copy, dtype=np.dtype(np.float32))
+    if copy.data is not None:
+        return layout.apply(_with_scales(copy, jnp.ones_like).dequantize()), layout.apply(copy.dequantize())
+    stored: Any = copy.transposed
+    scale_inv = layout.apply(dataclasses.replace(copy, transposed=jnp.ones_like(stored)).dequantize())
+    codes = jnp.clip(x * (1.0 / scale_inv), -_largest(stored), _largest(stored)).astype(stored.dtype)
+    codes = codes.astype(jnp.float32)
+    return codes, codes * scale_inv
 
 
 def _with_scales(x: QuantizedArray, function: Callable[[Array], Array]) -> QuantizedArray:
@@ -110,11 +157,5 @@ def _with_scales(x: QuantizedArray, function: Callable[[Array], Array]) -> Quant
     return dataclasses.replace(x, **{name: function(s) for name, s in scales.items() if s is not None})
 
 
-def _count(flags: Array) -> Array:
-    """Float32, for integers of 32 bits do not count the values of all devices; those of a row they do."""
-    return jnp.sum(jnp.sum(flags, axis=-1, dtype=jnp.int32).astype(jnp.float32))
-
-
-def _sum(x: Array) -> Array:
-    """The sum of the sums of rows, which loses less than float32 sums of one value after the other."""
-    return jnp.sum(jnp.sum(x, axis=-1))
+def _largest(codes: Array) -> np.float32:
+    return np.float32(jnp.finfo(codes.dtype).max)
