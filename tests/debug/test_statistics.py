@@ -44,6 +44,7 @@ RECIPES = {
     "current": CurrentScaling(),
     "power of two": CurrentScaling(power_of_two_scales=True),
     "row": RowwiseScaling(),
+    "row, gradients in E5M2": RowwiseScaling(gradient_dtype=jnp.float8_e5m2),
     "block": BlockScaling(),
     "mxfp8": MXFP8Scaling(),
     "delayed": DelayedScaling(history_len=2),

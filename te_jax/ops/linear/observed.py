@@ -87,12 +87,10 @@ def _fields(x: Array, copies: Sequence[QuantizedArray], *, exponents: bool) -> l
     }
 
     def of_copy(copy: QuantizedArray) -> _Rows:
-        codes, read = _read(x, copy, layout)
-        stored: Any = copy.data if copy.data is not None else copy.transposed
-        beyond = (jnp.abs(codes) == _largest(stored)) & (jnp.abs(x) > jnp.abs(read) * _ROUNDED)
+        read, largest = _read(x, copy, layout)
         return {
             ("error_squares",): jnp.sum(jnp.where(finite, x - read, 0.0) ** 2, axis=-1),
-            **_counts(underflows=nonzero & (read == 0.0), saturated=nonzero & beyond),
+            **_counts(underflows=nonzero & (read == 0.0), saturated=nonzero & (jnp.abs(x) > largest * _ROUNDED)),
         }
 
     # XLA finds all rows in one pass over x, and float32 sums of rows lose less than one sum of all values.
@@ -138,24 +136,37 @@ def _of_scales(copy: QuantizedArray) -> dict[str, Array]:
 
 
 def _read(x: Array, copy: QuantizedArray, layout: Layout) -> tuple[Array, Array]:
-    """The codes of a copy as float32, and the values that products read, where x lies.
+    """The values that products read of a copy, and the largest that it has for each, where x lies.
 
-    Codes of a transposed copy are computed from x once more. To turn the stored ones would cost XLA several passes.
+    Codes of a transposed copy are computed from x once more: XLA would take several passes to turn the stored ones.
     """
     copy = dataclasses.replace(copy, dtype=np.dtype(np.float32))
+    (stored,) = (each for each in (copy.data, copy.transposed) if each is not None)
+    largest = np.float32(jnp.finfo(stored.dtype).max)
+
+    def spread(function: Callable[[Array], Array]) -> Array:
+        """A function of scale_inv, for every value. The barrier keeps XLA from computing it for every value."""
+        scales = {
+            name: lax.optimization_barrier(function(getattr(copy, name).astype(jnp.float32)))
+            for name in ("scale_inv", "transposed_scale_inv")
+            if getattr(copy, name) is not None
+        }
+        ones = {name: jnp.ones_like(stored) for name in ("data", "transposed") if getattr(copy, name) is not None}
+        return layout.apply(dataclasses.replace(copy, **ones, **scales).dequantize())
+
+    scale_inv = spread(lambda scale_inv: scale_inv)
     if copy.data is not None:
-        return layout.apply(_with_scales(copy, jnp.ones_like).dequantize()), layout.apply(copy.dequantize())
-    stored: Any = copy.transposed
-    scale_inv = layout.apply(dataclasses.replace(copy, transposed=jnp.ones_like(stored)).dequantize())
-    codes = jnp.clip(x * (1.0 / scale_inv), -_largest(stored), _largest(stored)).astype(stored.dtype)
-    codes = codes.astype(jnp.float32)
-    return codes, codes * scale_inv
+        return layout.apply(copy.dequantize()), largest * scale_inv
+    scaled = jnp.clip(x * spread(jnp.reciprocal), -largest, largest)
+    return _rounded(scaled, stored.dtype) * scale_inv, largest * scale_inv
 
 
-def _with_scales(x: QuantizedArray, function: Callable[[Array], Array]) -> QuantizedArray:
-    scales = {name: getattr(x, name) for name in ("scale_inv", "transposed_scale_inv")}
-    return dataclasses.replace(x, **{name: function(s) for name, s in scales.items() if s is not None})
-
-
-def _largest(codes: Array) -> np.float32:
-    return np.float32(jnp.finfo(codes.dtype).max)
+def _rounded(x: Array, dtype: Any) -> Array:
+    """Float32 x to the nearest value of an FP8 dtype, to even, as far as it reaches; XLA may leave out a conversion to
+    FP8 and back."""
+    info = jnp.finfo(dtype)
+    smallest = np.float32(info.smallest_normal).view(np.int32)
+    # Beside 1.5 · 2^(23 - nmant) of its own power of two, x has room for nmant bits.
+    exponent = jnp.maximum(lax.bitcast_convert_type(x, jnp.int32) & _INFINITY, smallest)
+    offset = lax.bitcast_convert_type(exponent + ((23 - info.nmant << 23) | 0x400000), jnp.float32)
+    return (x + offset) - offset
