@@ -112,8 +112,9 @@ def test_statistics_of_hostile_tensors(name, rng):
             assert_statistics(statistics[role][product], wanted, f"{kind} {role} {product}")
 
 
-def test_statistics_of_bfloat16(rng):
-    x, kernel, dy = (normal(rng, *shape).astype(jnp.bfloat16) for shape in ((32, 64), (64, 48), (32, 48)))
+@pytest.mark.parametrize("width", [64, 40_000])  # one integer holds two counts of rows that are short
+def test_statistics_of_bfloat16(width, rng):
+    x, kernel, dy = (normal(rng, *shape).astype(jnp.bfloat16) for shape in ((32, width), (width, 48), (32, 48)))
     statistics = step_of("current")(x, kernel, dy)
     for (role, product), copy in COPIES.items():
         tensor = {"activation": x, "kernel": kernel, "gradient": dy}[role]

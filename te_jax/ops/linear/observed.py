@@ -90,7 +90,7 @@ def _fields(x: Array, copies: Sequence[QuantizedArray], *, exponents: bool) -> l
         read, largest = _read(x, copy, layout)
         return {
             ("error_squares",): jnp.sum(jnp.where(finite, x - read, 0.0) ** 2, axis=-1),
-            **_counts(underflows=nonzero & (read == 0.0), saturated=nonzero & (jnp.abs(x) > largest * _ROUNDED)),
+            **_counts(underflows=nonzero & (read == 0.0), saturated=finite & (jnp.abs(x) > largest * _ROUNDED)),
         }
 
     # XLA finds all rows in one pass over x, and float32 sums of rows lose less than one sum of all values.
@@ -101,17 +101,16 @@ def _fields(x: Array, copies: Sequence[QuantizedArray], *, exponents: bool) -> l
         is_in_bin = jnp.expand_dims(bits >> 23, x.ndim) == each
         counts = jnp.sum(is_in_bin, axis=x.ndim - 1, dtype=jnp.int32).astype(jnp.float32)
         rest["exponents"] = jnp.sum(counts, axis=tuple(range(x.ndim - 1)))
-    return [
-        _of_tensor(of_x | found) | _of_scales(copy) | rest for copy, found in zip(copies, of_copies, strict=True)
-    ]
+    return [_of_tensor(of_x | found) | _of_scales(copy) | rest for copy, found in zip(copies, of_copies, strict=True)]
 
 
 def _counts(**flags: Array) -> _Rows:
-    """How many of two kinds of flags are set in each row: in one integer, where it holds both."""
-    first, second = (each.astype(jnp.int32) for each in flags.values())
+    """How many of two kinds of flags, of which a value has one, are set in each row: in one integer that holds both."""
+    first, second = flags.values()
     if first.shape[-1] < 1 << 15:
-        return {tuple(flags): jnp.sum(first | second << 16, axis=-1)}
-    return {(name,): jnp.sum(each, axis=-1) for name, each in zip(flags, (first, second), strict=True)}
+        ones = jnp.where(first, np.int32(1), jnp.where(second, np.int32(1 << 16), np.int32(0)))
+        return {tuple(flags): jnp.sum(ones, axis=-1, dtype=jnp.int32)}
+    return {(name,): jnp.sum(each, axis=-1, dtype=jnp.int32) for name, each in flags.items()}
 
 
 def _of_tensor(rows: _Rows) -> dict[str, Array]:
