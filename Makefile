@@ -26,7 +26,7 @@ help:
 	@echo "make demo          train a small language model on text that ships with Python"
 	@echo "make test          tests on the CPU, with eight simulated devices: every operation, transformation and kind of mesh"
 	@echo "make test-all      those and the slow ones: notebooks, trainings, benchmarks, processes"
-	@echo "make test-gpu      tests of operations, layers, optimizers and models on the GPUs of this machine"
+	@echo "make test-gpu      tests of operations, layers, optimizers, models and statistics on the GPUs of this machine"
 	@echo "make bench         every benchmark on this machine"
 	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"
 	@echo "make format        what lint can mend by itself"
@@ -77,7 +77,7 @@ test: $(PACKAGE) $(TESTS)
 test-all:
 	$(MAKE) test ARGS="-m 'not product' $(ARGS)"
 
-GPU_TESTS ?= $(addprefix tests/,ops linear conformance native sharding hlo optim modules flax nnx layers offload models parallel gpu)
+GPU_TESTS ?= $(addprefix tests/,ops linear conformance native sharding hlo optim modules flax nnx layers offload models parallel debug gpu)
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTEST) -n auto --maxprocesses 14 $(GPU_TESTS) $(ARGS)
