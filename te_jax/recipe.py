@@ -343,7 +343,7 @@ def products(
     Raises:
       ValueError: all are None, or one is no such recipe.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops, recipe
       >>> forward_only = recipe.products(forward=recipe.BlockScaling())

@@ -326,6 +326,7 @@ class RopeScaling:
       Peng et al., YaRN: Efficient Context Window Extension of Large Language Models, arXiv:2309.00071.
 
     Examples:
+      >>> import te_jax
       >>> te_jax.models.RopeScaling("llama3", factor=8.0, original_length=8192).low_freq_factor
       1.0
     """

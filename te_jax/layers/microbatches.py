@@ -218,7 +218,7 @@ def accumulate_gradients(
       >>> gradient = te_jax.layers.accumulate_gradients(loss)
       >>> _, gradients = gradient({"kernel": kernel}, None, jnp.ones((4, 32)))
       >>> _, gradients = gradient({"kernel": kernel}, gradients, jnp.ones((4, 32)))
-      >>> float(gradients["kernel"][0, 0])
+      >>> round(float(gradients["kernel"][0, 0]), 3)
       8.0
     """
 

@@ -172,7 +172,7 @@ def scan_layers(
       ValueError: leaves of `params` have no first dimension of one size, or the layer returns an x of another type; or
         what `apply_layers` refuses.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, te_jax
       >>> from te_jax.offload import LAYER_INPUT, Offload
       >>> offload = Offload(names=[LAYER_INPUT], min_size=0)

@@ -61,6 +61,7 @@ def generate(
       Holtzman et al., The Curious Case of Neural Text Degeneration (top_p), arXiv:1904.09751.
 
     Examples:
+      >>> import jax, jax.numpy as jnp, te_jax
       >>> config = te_jax.models.PRESETS["nano"]
       >>> params = te_jax.models.init(config, jax.random.key(0))
       >>> te_jax.models.generate(params, jnp.array([[1, 2, 3]]), config, max_new_tokens=5).shape

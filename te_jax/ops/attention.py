@@ -117,7 +117,7 @@ def attention(
         compute it, or implementation="native" cannot.
       NotImplementedError: forward mode and second derivatives, unless implementation="reference".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> query, key = jnp.ones((1, 5, 4, 8)), jnp.ones((1, 5, 2, 8))

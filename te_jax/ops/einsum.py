@@ -55,7 +55,7 @@ def einsum(
       ValueError: the subscripts are those of another sum, or do not fit the shapes; and as `dense`.
       NotImplementedError, te_jax.native.NativeUnavailableError: as `dense`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops, recipe
       >>> x, kernel = jnp.ones((2, 64, 32)), jnp.ones((4, 32, 16))

@@ -142,7 +142,7 @@ def gemm(
       NotImplementedError: a gradient comes through the native kernel.
       te_jax.native.NativeUnavailableError: the implementation cannot run here, or this GPU cannot multiply such FP8.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops, recipe
       >>> current = recipe.CurrentScaling()

@@ -113,7 +113,7 @@ def grouped_dense(
         straight_through of x.
       te_jax.native.NativeUnavailableError: implementation cannot run here, or this GPU cannot multiply as recipe says.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, te_jax
       >>> x, kernel, sizes = jnp.ones((256, 32)), jnp.ones((2, 32, 16)), jnp.array([128, 0])
       >>> loss = lambda x, k: te_jax.ops.grouped_dense(x, k, sizes, recipe=te_jax.recipe.BlockScaling()).sum()

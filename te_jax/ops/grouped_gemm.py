@@ -80,7 +80,7 @@ def ragged_dot(
       NotImplementedError: for forward mode and second derivatives with the native kernel.
       te_jax.native.NativeUnavailableError: implementation="native" cannot run here.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> rhs = jnp.array([1.0, 10.0, 100.0]).reshape(3, 1, 1)
@@ -164,7 +164,7 @@ def grouped_gemm(
       NotImplementedError: a gradient comes through the native kernel.
       te_jax.native.NativeUnavailableError: implementation="native" cannot run here.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from te_jax import ops, recipe
       >>> block = recipe.BlockScaling()

@@ -66,7 +66,7 @@ def group_by_expert(
     Raises:
       ValueError: an argument breaks a rule above; the message names it.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> permutation = ops.group_by_expert(jnp.array([[1], [0], [1]]), 2, align=2)
@@ -108,7 +108,7 @@ def permute(x: jax.typing.ArrayLike, permutation: Permutation) -> Array:
       ValueError: x does not have the tokens of the permutation.
       NotImplementedError: in forward mode.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> permutation = ops.group_by_expert(jnp.array([[1, 0], [1, 2]]), 3)
@@ -146,7 +146,7 @@ def unpermute(y: jax.typing.ArrayLike, permutation: Permutation, weights: jax.ty
       ValueError: an argument breaks a rule above; the message names it.
       NotImplementedError: in forward mode.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> permutation = ops.group_by_expert(jnp.array([[1, 0], [1, 2]]), 3)
@@ -185,7 +185,7 @@ def permute_weights(weights: jax.typing.ArrayLike, permutation: Permutation) -> 
       ValueError: weights do not have the choices of the permutation.
       NotImplementedError: in forward mode.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> permutation = ops.group_by_expert(jnp.array([[1, 0], [1, 2]]), 3)

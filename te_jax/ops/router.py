@@ -85,7 +85,7 @@ def router(
     References:
       Mixtral: arXiv:2401.04088. DeepSeek-V3: arXiv:2412.19437. Balancing by a bias: arXiv:2408.15664.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> routing = ops.router(jnp.log(jnp.array([[1.0, 3.0, 2.0, 1.0]])), top_k=2)
@@ -231,7 +231,7 @@ def load_balancing_loss(
     References:
       Switch Transformer: arXiv:2101.03961. Per sequence: arXiv:2412.19437, equation 17.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> logits = 5.0 * jnp.eye(4)
@@ -297,7 +297,7 @@ def router_z_loss(
     References:
       ST-MoE: arXiv:2202.08906.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> round(ops.router_z_loss(jnp.zeros((3, 8))).item(), 4), round(float(jnp.log(8) ** 2), 4)
@@ -335,7 +335,7 @@ def expert_counts(
     Raises:
       ValueError: an argument breaks a rule above; the message names it.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> ops.expert_counts(jnp.array([[0, 2], [2, 1]]), 4).tolist()
@@ -373,7 +373,7 @@ def update_expert_bias(expert_bias: jax.typing.ArrayLike, counts: jax.typing.Arr
     References:
       Auxiliary-loss-free balancing: arXiv:2408.15664.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from te_jax import ops
       >>> [round(b, 3) for b in ops.update_expert_bias(jnp.zeros(3), jnp.array([9, 0, 3]), rate=0.5).tolist()]

@@ -245,8 +245,8 @@ def adam(
       >>> params = {"w": jnp.ones(4)}
       >>> state = optimizer.init(params)
       >>> updates, state = optimizer.update({"w": jnp.full(4, 2.0)}, state, params)
-      >>> optax.apply_updates(params, updates)["w"]
-      Array([0.9, 0.9, 0.9, 0.9], dtype=float32)
+      >>> round(float(optax.apply_updates(params, updates)["w"][0]), 3)
+      0.9
     """
     scaled = scale_by_adam(
         *(b1, b2, eps, eps_root, mu_dtype),

@@ -143,7 +143,7 @@ def all_gather_matmul(
         derivatives with respect only to a QuantizedArray without straight_through.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
-    Example:
+    Examples:
       >>> import functools, jax, jax.numpy as jnp, te_jax
       >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",), axis_types=(AxisType.Auto,))
@@ -210,7 +210,7 @@ def matmul_reduce_scatter(
         derivatives with respect only to a QuantizedArray without straight_through.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
-    Example:
+    Examples:
       >>> import functools, jax, jax.numpy as jnp, te_jax
       >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",), axis_types=(AxisType.Auto,))

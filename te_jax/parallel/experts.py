@@ -130,7 +130,7 @@ def plan_dispatch(
     References:
       GShard: arXiv:2006.16668. DeepSeek-V3: arXiv:2412.19437.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> from te_jax import parallel
@@ -212,7 +212,7 @@ def dispatch(
       NotImplementedError: in forward mode; and for second derivatives with a quantization.
       te_jax.native.NativeUnavailableError: for implementation="native" where it cannot run.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> from te_jax import parallel
@@ -271,7 +271,7 @@ def combine(y: jax.typing.ArrayLike, plan: DispatchPlan) -> Array:
       ValueError: an argument breaks a rule above; the message names it.
       NotImplementedError: in forward mode.
 
-    Example:
+    Examples:
       See `dispatch`.
     """
     y = as_array("y", y)

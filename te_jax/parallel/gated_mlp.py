@@ -80,7 +80,7 @@ def gated_mlp(
     Raises:
       ValueError, NotImplementedError, NativeUnavailableError: as `all_gather_matmul`.
 
-    Example:
+    Examples:
       >>> import functools, jax, jax.numpy as jnp, te_jax
       >>> from jax.sharding import AxisType, PartitionSpec as P
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",), axis_types=(AxisType.Auto,))

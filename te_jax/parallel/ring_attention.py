@@ -47,7 +47,7 @@ def context_order(length: int, size: int) -> np.ndarray:
     Raises:
       ValueError: length is no multiple of 2 size.
 
-    Example:
+    Examples:
       >>> from te_jax.parallel import context_order
       >>> context_order(8, size=2).tolist()
       [0, 1, 6, 7, 2, 3, 4, 5]
@@ -101,7 +101,7 @@ def ring_attention(
       ValueError: an argument breaks a rule above, or `axis_name` is no mapped axis.
       NotImplementedError: forward mode and second derivatives.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from te_jax.parallel import context_order, ring_attention
