@@ -120,6 +120,8 @@ def compare(
     second time by XLA, in the dtype of x with float32 sums. That takes the memory of plain operands of all layers until
     the backward pass, unless the loss recomputes them (`jax.checkpoint`).
 
+    Of `te_jax.ops.linear_cross_entropy` the products in FP8 are compared, and dkernel for each chunk of tokens.
+
     Args:
       loss: (*args) -> a scalar. It may be jitted and call layers on any mesh, as for `with_statistics`.
       args: parameters and a batch. Leaves that are no arrays are static.

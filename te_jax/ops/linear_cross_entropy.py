@@ -27,6 +27,7 @@ from te_jax.ops.gemm import gemm
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_reached
 from te_jax.ops.linear.arguments import KernelContracting, means_of
+from te_jax.ops.linear.compared import compared
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
 from te_jax.ops.linear.products import Weight
 from te_jax.ops.operands import as_array
@@ -633,6 +634,15 @@ class _Chunks:
         """Whether a product is computed, and in FP8."""
         return self.head.in_fp8(product) and {"dgrad": self.wanted.x, "wgrad": self.with_wgrad}.get(product, True)
 
+    @property
+    def _compares(self) -> bool:
+        request = observe.requested()
+        return request is not None and request.results
+
+    def _compared(self, product: Product, value: Array, plain: Callable[[], Array]) -> Array:
+        """The result of a product in FP8, with its errors where they are asked for."""
+        return compared(product, "linear_cross_entropy", value, plain(), self.links, 1) if self._compares else value
+
     def step(self, totals: _Totals, piece: dict[str, Array], *, first: bool = False):
         """Totals with those of a chunk, and for its tokens [losses, lse], and dx where it is asked for."""
         head, loss, codes, lse = self.head, self.head.loss, piece["codes"], piece.get("lse")
@@ -690,8 +700,12 @@ class _Chunks:
         head = self.head
         if head.in_fp8("forward"):
             x8 = self._quantized("activation", x, "data")
-            return head.layer.gemm("forward", x8, self.kernel8, bias=self.bias, out_dtype=self.dtype)
-        logits = _dot(x, self.kernel, (1, 1 - head.vocab_axis), self.dtype)
+            logits = head.layer.gemm("forward", x8, self.kernel8, bias=self.bias, out_dtype=self.dtype)
+            return self._compared("forward", logits, functools.partial(self._plain_logits, x))
+        return self._plain_logits(x)
+
+    def _plain_logits(self, x: Array) -> Array:
+        logits = _dot(x, self.kernel, (1, 1 - self.head.vocab_axis), self.dtype)
         return logits if self.bias is None else logits + self.bias[None, :]
 
     def _statistics(self, logits: Array, codes: Array) -> tuple[Array, ...]:
@@ -714,10 +728,12 @@ class _Chunks:
         if self.wanted.bias:
             dbias = jnp.sum(dlogits, axis=0, dtype=jnp.float32) + (0.0 if first else totals.bias)
         if self.wanted.x:
+            plain = functools.partial(_dot, dlogits, self.kernel, (1, head.vocab_axis), self.dtype)
             if head.in_fp8("dgrad"):
                 dx = head.layer.gemm("dgrad", dlogits8, self.kernel8, out_dtype=self.dtype)
+                dx = self._compared("dgrad", dx, plain)
             else:
-                dx = _dot(dlogits, self.kernel, (1, head.vocab_axis), self.dtype)
+                dx = plain()
         return dx, _Totals(None, dbias, None)._replace(**self._wgrads(totals, x, dlogits, dlogits8, first))
 
     def _wgrads(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool) -> dict[str, Array]:
@@ -739,7 +755,12 @@ class _Chunks:
             )
         sums = {}
         if self.wanted.kernel or not self.in_place:
-            sums["kernel"] = product(out_dtype=jnp.float32, accumulator=totals.kernel)
+            if self._compares and head.in_fp8("wgrad"):
+                plain = functools.partial(_dot, *(x, dlogits)[::order], (0, 0), jnp.dtype(jnp.float32))
+                alone = self._compared("wgrad", product(out_dtype=jnp.float32), plain)
+                sums["kernel"] = alone if totals.kernel is None else totals.kernel + alone
+            else:
+                sums["kernel"] = product(out_dtype=jnp.float32, accumulator=totals.kernel)
         if self.in_place:
             accumulate = head.accumulate or not first
             sums["accumulator"] = product(out_dtype=jnp.float32, accumulator=totals.accumulator, accumulate=accumulate)

@@ -65,11 +65,11 @@ def results_observed(
     biases = [weight.bias for weight in weights]
     expected, kept, _ = plain.forward(x, kernels, biases, layouts, group, differentiated=True)
 
-    def compared(i: int, y: Array, other: Array) -> Array:
+    def beside(i: int, y: Array, other: Array) -> Array:
         other = _moved(products.activated(other), y)
-        return _compared("forward", products.name, y, other, observed.links[i : i + 1], products.token_ndim(y))
+        return compared("forward", products.name, y, other, observed.links[i : i + 1], products.token_ndim(y))
 
-    ys = tuple(compared(i, *pair) for i, pair in enumerate(zip(ys, expected, strict=True)))
+    ys = tuple(beside(i, *pair) for i, pair in enumerate(zip(ys, expected, strict=True)))
     kernels = tuple(plain.kept(kernel, "kernel", is_argument=True) for kernel in kernels)
     return ys, Observed(observed.links, kept, kernels)
 
@@ -104,10 +104,10 @@ def gradients_observed(
     kernels = tuple(observed.kernels[i] for i in used)
     expected, parts = plain.dgrad(parts, kernels, group, layout or Layout(dys[0].dtype))
     if dx is not None:
-        dx = _compared("dgrad", products.name, dx, _moved(expected, dx), links, products.token_ndim(dx))
+        dx = compared("dgrad", products.name, dx, _moved(expected, dx), links, products.token_ndim(dx))
     plain_wgrads = plain.wgrads(observed.x, parts, group) if any(wgrad is not None for wgrad in wgrads) else wgrads
 
-    def compared(place: int, wgrad: Wgrad | None) -> Wgrad | None:
+    def beside(place: int, wgrad: Wgrad | None) -> Wgrad | None:
         if wgrad is None:
             return None
 
@@ -116,11 +116,11 @@ def gradients_observed(
             if options or other is None:  # with an accumulator it is no gradient
                 return value
             other = _moved(other.product(out_dtype=out_dtype), value)
-            return _compared("wgrad", products.name, value, other, links[place : place + 1], value.ndim - 1)
+            return compared("wgrad", products.name, value, other, links[place : place + 1], value.ndim - 1)
 
         return wgrad._replace(product=product)
 
-    return dx, [compared(place, wgrad) for place, wgrad in enumerate(wgrads)]
+    return dx, [beside(place, wgrad) for place, wgrad in enumerate(wgrads)]
 
 
 def _link_of(kernel: Any, otherwise: Array) -> Array:
@@ -137,7 +137,7 @@ def _moved(value: Array, like: Array) -> Array:
     return Layout.of(like).apply(value.reshape(like.shape) if value.shape != like.shape else value)
 
 
-def _compared(
+def compared(
     product: Product, operation: str, value: Array, expected: Array, links: Sequence[Array], row_ndim: int
 ) -> Array:
     """The value [*rows, *cols], with its relative errors."""
