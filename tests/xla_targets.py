@@ -9,6 +9,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from te_jax import native
+
 # What XLA asks a device for, from NVIDIA's data sheets and the CUDA programming guide.
 _TARGET = """
 gpu_device_info {{
@@ -69,3 +71,11 @@ def compiled(function, *operands, capability="9.0", compiler_options=None, **opt
 def without_autotuning(lowered, **compiler_options):
     """Compiled; autotuning would need the GPU."""
     return lowered.compile({"xla_gpu_autotune_level": 0, **compiler_options})
+
+
+@functools.cache
+def know_handlers():
+    """te_jax's calls can be compiled: XLA looks for their handlers, and takes those of the CPU."""
+    if not native.has_gpu():
+        for target, handler in native.extension_module("cpu").registrations().items():
+            jax.ffi.register_ffi_target(target, handler, platform="CUDA")

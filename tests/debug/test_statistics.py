@@ -3,6 +3,8 @@
 import collections
 import contextlib
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from statistics_oracle import FIELDS, assert_statistics, expected
+from xla_targets import compiled, know_handlers, needs_compiler
 
 from te_jax import debug, layers, ops, parallel
 from te_jax._core import observe
@@ -413,6 +416,28 @@ def test_head(rng):
     assert_statistics(of["activation"]["forward"], expected(x, recipe.quantization("activation"), "data"))
     assert_statistics(of["kernel"]["dgrad"], expected(kernel, recipe.quantization("kernel"), "data"))
     assert set(of["gradient"]) == {"dgrad", "wgrad"}
+
+
+@needs_compiler
+def test_a_gpu_reads_each_tensor_once():
+    """And writes nothing of its size: neither masks nor codes that it turned."""
+    know_handlers()
+
+    def step(params, x, dy):
+        recipe = BlockScaling()
+        _, pull = jax.vjp(
+            lambda params, x: ops.dense(x, params["up"], recipe=recipe, implementation="native"), params, x
+        )
+        return pull(dy)
+
+    kernel = jax.ShapeDtypeStruct((2048, 4096), jnp.float32)
+    x, dy = (jax.ShapeDtypeStruct((4096, size), jnp.bfloat16) for size in (2048, 4096))
+    entry = compiled(with_statistics(step), {"up": kernel}, x, dy).as_text().split("\nENTRY ")[1]
+    fusions = re.findall(r"= (.*?) fusion\((.*?)\)", entry)
+    shapes = [shape for types, _ in fusions for shape in re.findall(r"\[([\d,]+)\]", types)]
+    assert max(math.prod(map(int, shape.split(","))) for shape in shapes) < kernel.size / 32
+    read = collections.Counter(name for _, operands in fusions for name in re.findall(r"%(params|x|dy)", operands))
+    assert read == {"params": 1, "x": 1, "dy": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------- requests

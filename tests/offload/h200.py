@@ -1,23 +1,11 @@
 """Programs that XLA compiles for an H200 on a machine without a GPU: when they copy, and how much memory they need."""
 
 import dataclasses
-import functools
 import re
 
-import jax
-from xla_targets import compiled, mesh, needs_compiler, without_autotuning
-
-from te_jax import native
+from xla_targets import compiled, know_handlers, mesh, needs_compiler, without_autotuning
 
 __all__ = ["compiled", "copies", "know_handlers", "mesh", "needs_compiler", "without_autotuning"]
-
-
-@functools.cache
-def know_handlers():
-    """te_jax's calls can be compiled: XLA looks for their handlers, and takes those of the CPU."""
-    if not native.has_gpu():
-        for target, handler in native.extension_module("cpu").registrations().items():
-            jax.ffi.register_ffi_target(target, handler, platform="CUDA")
 
 
 @dataclasses.dataclass(frozen=True)
