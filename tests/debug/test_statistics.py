@@ -164,7 +164,8 @@ def assert_same(actual, wanted, tolerance=1e-5):
 
 def test_scan_and_remat(rng):
     """A layer of a stack has the statistics that it has alone, and kernels that iterations share have one for all."""
-    kernels, shared, x = normal(rng, 3, 32, 32), normal(rng, 32, 32), normal(rng, 16, 32)
+    # Where tanh is 1 to the last bit, its gradient is rounding alone.
+    kernels, shared, x = normal(rng, 3, 32, 32, scale=0.1), normal(rng, 32, 32, scale=0.1), normal(rng, 16, 32)
     params = {"layers": {"up": kernels}, "shared": shared}
     value, statistics = jax.jit(with_statistics(jax.value_and_grad(stack_loss(remat=True))))(params, x)
     flat = {f"up{i}": kernel for i, kernel in enumerate(kernels)} | {"shared": shared}
