@@ -99,27 +99,31 @@ def test_errors_are_those_of_numpy(rng):
         assert 0.01 < wanted < 0.1
 
 
-@pytest.mark.parametrize("products", [("forward", "dgrad", "wgrad"), ("dgrad", "wgrad"), ("dgrad",)])
-def test_errors_of_the_head_are_those_of_numpy(products, rng):
+@pytest.mark.parametrize(
+    ("products", "contracting"),
+    [(("forward", "dgrad", "wgrad"), "first"), (("dgrad", "wgrad"), "last"), (("dgrad",), "first")],
+)
+def test_errors_of_the_head_are_those_of_numpy(products, contracting, rng):
     x, kernel, labels = normal(rng, 48, 64), normal(rng, 64, 32, scale=0.1), rng.integers(0, 32, 48)
-    recipe = CurrentScaling()
+    recipe, is_last = CurrentScaling(), contracting == "last"
 
     def loss(params, x, **options):
-        options = {"recipe": recipe, "fp8_products": products, **options}
+        options |= {"recipe": recipe, "fp8_products": products, "kernel_contracting": contracting}
         return ops.linear_cross_entropy(x, params["head"], labels, **options)
 
-    (row,) = compare(loss, {"head": kernel}, x, argnums=(0, 1)).layers
+    params = {"head": kernel.T if is_last else kernel}
+    (row,) = compare(loss, params, x, argnums=(0, 1)).layers
     assert row.layer == "head"
     in_fp8 = "forward" in products
     logits = np.asarray(ops.dense(x, kernel, recipe=recipe) if in_fp8 else x @ kernel, np.float64)
-    params, dx = jax.grad(loss, argnums=(0, 1))({"head": kernel}, x)
+    gradients, dx = jax.grad(loss, argnums=(0, 1))(params, x)
     shares = np.exp(logits - logits.max(1, keepdims=True))
     dy = (shares / shares.sum(1, keepdims=True) - np.eye(32)[labels]) / 48
     x64, kernel64 = x.astype(np.float64), kernel.astype(np.float64)
     found = {
         "y": ("forward", logits, x64 @ kernel64),
         "dx": ("dgrad", dx, dy @ kernel64.T),
-        "dkernel": ("wgrad", params["head"], x64.T @ dy),
+        "dkernel": ("wgrad", gradients["head"], dy.T @ x64 if is_last else x64.T @ dy),
     }
     for name, (product, value, exact) in found.items():
         if product not in products:
@@ -132,7 +136,7 @@ def test_errors_of_the_head_are_those_of_numpy(products, rng):
 
     # Of several chunks of tokens, each of which has its own part of dkernel.
     in_chunks = functools.partial(loss, chunk_tokens=16)
-    (chunks,) = compare(in_chunks, {"head": kernel}, x, argnums=(0, 1)).layers
+    (chunks,) = compare(in_chunks, params, x, argnums=(0, 1)).layers
     for name in ("y", "dx", "dkernel"):
         np.testing.assert_allclose(getattr(chunks, name), getattr(row, name), rtol=0.5)
 
