@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,15 +12,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax.cli import _processes
 from te_jax.cli._options import Options
+from te_jax.cli._state import TrainState
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, TensorParallel, init, param_specs, split_adapters
 from te_jax.models.parallel import fsdp_misfit, operand_specs
 from te_jax.parallel import FSDP
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import axes_of_entry
-
-if TYPE_CHECKING:
-    from te_jax.cli._step import TrainState
 
 _AXES = _REPLICA_AXIS, _FSDP_AXIS, _TENSOR_AXIS = "replica", "fsdp", "tensor"
 _HOST_DEVICE_FLAG = "xla_force_host_platform_device_count"
@@ -57,7 +55,7 @@ class Placement(NamedTuple):
         """Those of this process."""
         return list(self.mesh.local_devices)
 
-    def of_state(self, state: "TrainState", on_host: "TrainState", config: DecoderConfig) -> Any:
+    def of_state(self, state: TrainState, on_host: TrainState, config: DecoderConfig) -> Any:
         """A tree of shardings like the state; `on_host` says which leaves are in host memory."""
         return jax.tree.map(
             lambda sharding, host: sharding.with_memory_kind("pinned_host") if host else sharding,
@@ -65,7 +63,7 @@ class Placement(NamedTuple):
             on_host,
         )
 
-    def _on_device(self, state: "TrainState", config: DecoderConfig) -> Any:
+    def _on_device(self, state: TrainState, config: DecoderConfig) -> Any:
         if self.parallel is None:
             return self.state
         specs, frozen = param_specs(config, self.parallel), None

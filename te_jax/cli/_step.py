@@ -14,12 +14,12 @@ from te_jax import debug, layers, optim
 from te_jax.cli import _plan
 from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
+from te_jax.cli._state import TrainState
 from te_jax.cli._text import Tokens
 from te_jax.models import (
     DecoderConfig,
     Losses,
     decoder,
-    join_adapters,
     parallel_apply,
     parallel_losses,
     requantize,
@@ -32,25 +32,6 @@ LossFunction = Callable[[Any, Any, jax.Array, jax.Array, jax.Array | None], Loss
 """(params, scaling state, tokens [batch, time], targets [batch, time], segment ids [batch, time] or None) → losses."""
 
 _NO_TARGET = -100  # `ignore_index` of `te_jax.ops.linear_cross_entropy`
-
-
-class TrainState(NamedTuple):
-    """What one step turns into the next."""
-
-    params: Any  # that are trained, float32: those of the decoder, or its adapters
-    optimizer: Any  # of the optax transform
-    scaling: Any  # amax histories of delayed scaling; None with every other recipe
-    kernels: Any  # like params: a QuantizedArray for each kernel that the optimizer quantized, None elsewhere
-    frozen: Any = None  # with adapters, all that the decoder reads besides
-
-    @property
-    def operands(self) -> Any:
-        """What the decoder reads of `params`: quantized kernels, and all other parameters."""
-        return optim.merge_kernels(self.params, self.kernels)
-
-    def whole(self, operands: Any) -> Any:
-        """All that the decoder reads."""
-        return operands if self.frozen is None else join_adapters(operands, self.frozen)
 
 
 class Learner(NamedTuple):

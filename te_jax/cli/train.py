@@ -38,7 +38,8 @@ from te_jax.cli import (
 )
 from te_jax.cli._plan import Plan
 from te_jax.cli._run_folder import RunFolder, RunShare, StoredRun
-from te_jax.cli._step import Learner, TrainState
+from te_jax.cli._state import TrainState
+from te_jax.cli._step import Learner
 from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError, is_out_of_memory, note
 from te_jax.models import Losses, from_hf

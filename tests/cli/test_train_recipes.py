@@ -11,7 +11,7 @@ import pytest
 from runs import EVERY, SMALL, STEPS, losses, plan_of, without_last_checkpoint
 
 from te_jax import ops
-from te_jax.cli import _step
+from te_jax.cli import _state, _step
 from te_jax.cli._run_folder import RunFolder, read_header
 from te_jax.cli._text import Tokens
 from te_jax.cli.main import main
@@ -153,7 +153,7 @@ def test_microbatches_start_from_one_state_and_their_maximum_follows(rng):
         return Losses(value, value, None)
 
     def after(windows):
-        state = _step.TrainState(kernel, None, recipe.init(), None)
+        state = _state.TrainState(kernel, None, recipe.init(), None)
         return jax.jit(functools.partial(_step._value_and_gradients, loss))(state, Tokens(windows))
 
     windows = rng.integers(1, 50, (2, 4, 17)).astype(np.uint8) + np.array([0, 40], np.uint8)[:, None, None]

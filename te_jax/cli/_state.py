@@ -1,0 +1,25 @@
+"""What a step of training reads and returns."""
+
+from typing import Any, NamedTuple
+
+from te_jax import optim
+from te_jax.models import join_adapters
+
+
+class TrainState(NamedTuple):
+    """What one step turns into the next."""
+
+    params: Any  # that are trained, float32: those of the decoder, or its adapters
+    optimizer: Any  # of the optax transform
+    scaling: Any  # amax histories of delayed scaling; None with every other recipe
+    kernels: Any  # like params: a QuantizedArray for each kernel that the optimizer quantized, None elsewhere
+    frozen: Any = None  # with adapters, all that the decoder reads besides
+
+    @property
+    def operands(self) -> Any:
+        """What the decoder reads of `params`: quantized kernels, and all other parameters."""
+        return optim.merge_kernels(self.params, self.kernels)
+
+    def whole(self, operands: Any) -> Any:
+        """All that the decoder reads."""
+        return operands if self.frozen is None else join_adapters(operands, self.frozen)
