@@ -586,7 +586,7 @@ def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDev
         params, scaling = variables
         return loss_of(params, tokens, targets, scaling)
 
-    def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
+    def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, Any]:
         params, scaling = state["params"], state["scaling"]
         operands = params if how is None or variant.statistics else optim.merge_kernels(params, state["kernels"])
 
