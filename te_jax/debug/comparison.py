@@ -120,7 +120,7 @@ def compare(
     second time by XLA, in the dtype of x with float32 sums. That takes the memory of plain operands of all layers until
     the backward pass, unless the loss recomputes them (`jax.checkpoint`).
 
-    Of `te_jax.ops.linear_cross_entropy` the products in FP8 are compared, and dkernel for each chunk of tokens.
+    Products of `te_jax.ops.linear_cross_entropy` are compared where they are in FP8, dkernel by chunks of tokens.
 
     Args:
       loss: (*args) -> a scalar. It may be jitted and call layers on any mesh, as for `with_statistics`.

@@ -79,7 +79,7 @@ class Statistics:
 class TensorStatistics:
     """Statistics of one tensor as one product reads it: x, and the values Q(x) that its FP8 codes stand for.
 
-    Of a copy that lies transposed, Q(x) is computed from x and the copy's scales once more.
+    Q(x) of a transposed copy is computed again, from x and the copy's scales.
 
     Every field is a maximum or a quotient of sums, over all devices, examples of `jax.vmap`, calls and iterations with
     this kernel. Float32 subnormals count as zero.

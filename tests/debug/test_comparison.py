@@ -137,7 +137,7 @@ def test_errors_of_the_head_are_those_of_numpy(products, contracting, rng):
         assert getattr(row, name) == pytest.approx(wanted, rel=1e-3)
         assert 0.01 < wanted < 0.1
 
-    # Of several chunks of tokens, each of which has its own part of dkernel.
+    # Chunks of tokens are compared one by one, so dkernel has another mean error.
     in_chunks = functools.partial(loss, chunk_tokens=16)
     (chunks,) = compare(in_chunks, params, x, argnums=(0, 1)).layers
     for name in ("y", "dx", "dkernel"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def _fields(x: Array, copies: Sequence[QuantizedArray], *, exponents: bool) -> l
     x = lax.optimization_barrier(x).astype(jnp.float32)
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     finite = bits < _INFINITY
-    # Finite too: in one comparison, so that XLA does not keep it in memory.
+    # One comparison, which NaN and infinities fail too. XLA keeps a mask of two comparisons in memory.
     above = lax.bitcast_convert_type(bits - _SMALLEST_NORMAL, jnp.uint32)
     nonzero = above < np.uint32(_INFINITY - _SMALLEST_NORMAL)
     of_x = {
@@ -140,24 +140,21 @@ def _read(x: Array, copy: QuantizedArray, layout: Layout) -> tuple[Array, Array]
     Codes of a transposed copy are computed from x once more: XLA would take several passes to turn the stored ones.
     """
     copy = dataclasses.replace(copy, dtype=np.dtype(np.float32))
-    (stored,) = (each for each in (copy.data, copy.transposed) if each is not None)
+    names = ("data", "scale_inv") if copy.data is not None else ("transposed", "transposed_scale_inv")
+    stored, scale_inv = (getattr(copy, name) for name in names)
     largest = np.float32(jnp.finfo(stored.dtype).max)
 
-    def spread(function: Callable[[Array], Array]) -> Array:
-        """A function of scale_inv, for every value. The barrier keeps XLA from computing it for every value."""
-        scales = {
-            name: lax.optimization_barrier(function(getattr(copy, name).astype(jnp.float32)))
-            for name in ("scale_inv", "transposed_scale_inv")
-            if getattr(copy, name) is not None
-        }
-        ones = {name: jnp.ones_like(stored) for name in ("data", "transposed") if getattr(copy, name) is not None}
-        return layout.apply(dataclasses.replace(copy, **ones, **scales).dequantize())
+    def spread(scales: Array) -> Array:
+        """For every value. The barrier keeps XLA from computing scales for every value."""
+        of_ones = dict(zip(names, (jnp.ones_like(stored), lax.optimization_barrier(scales)), strict=True))
+        return layout.apply(dataclasses.replace(copy, **of_ones).dequantize())
 
-    scale_inv = spread(lambda scale_inv: scale_inv)
+    scale_inv = scale_inv.astype(jnp.float32)
+    inverse = spread(scale_inv)
     if copy.data is not None:
-        return layout.apply(copy.dequantize()), largest * scale_inv
-    scaled = jnp.clip(x * spread(jnp.reciprocal), -largest, largest)
-    return _rounded(scaled, stored.dtype) * scale_inv, largest * scale_inv
+        return layout.apply(copy.dequantize()), largest * inverse
+    scaled = jnp.clip(x * spread(1.0 / scale_inv), -largest, largest)
+    return _rounded(scaled, stored.dtype) * inverse, largest * inverse
 
 
 def _rounded(x: Array, dtype: Any) -> Array:
