@@ -48,6 +48,11 @@ _GELU_ROW_MULTIPLE = 8
 """cuBLASLt's gelu needs rows of a multiple of 16 bytes: of D, for it has no algorithm for others, and of a and b, for
 there it rounded the product before it added the bias. FP8 operands are padded to it."""
 
+_LEAST_OF_ALGORITHM = 256
+"""Where an algorithm is named, XLA for CUDA multiplies FP8 with cuBLASLt. Elsewhere it also compiles twenty Triton
+kernels for each product, to time them: minutes for a model. But it knows no algorithm for a product with a vector, and
+a mesh may leave one row of few."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
@@ -240,23 +245,29 @@ def gemm_by_xla(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...
 
 
 def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """A product of FP8 with one scale for each operand, in the form that becomes cuBLASLt's or Triton's FP8 product.
+    """A product of FP8 with one scale for each operand, in the form that becomes cuBLASLt's FP8 product.
 
     The scales follow the product. Before it, XLA may take operands for floats that it fuses with a float32 product.
     """
     a_summed, b_summed = (
         tuple(range(ndim, ndim + spec.summed_ndim)) for ndim in (spec.a_outer_ndim, spec.b_outer_ndim)
     )
+    sizes = (math.prod(group) for name in ("a", "b") for group in _groups(spec, name, arrays)[1:])
+    # For FP8 both forms say whether sums may stay in the tensor cores.
+    if min(sizes) >= _LEAST_OF_ALGORITHM:
+        fast, exact = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM, lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+    else:
+        fast, exact = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+
+    dot = functools.partial(
+        lax.dot_general,
+        dimension_numbers=((a_summed, b_summed), ((), ())),
+        preferred_element_type=_sum_dtype(spec),
+    )
+    on_cuda = functools.partial(dot, precision=fast if spec.fast_accumulation else exact)
 
     def multiply(arrays: Mapping[str, Array]) -> Array:
-        value = lax.dot_general(
-            arrays["a"],
-            arrays["b"],
-            ((a_summed, b_summed), ((), ())),
-            # For FP8 it says whether sums may stay in the tensor cores.
-            precision=lax.Precision.DEFAULT if spec.fast_accumulation else lax.Precision.HIGHEST,
-            preferred_element_type=_sum_dtype(spec),
-        )
+        value = lax.platform_dependent(arrays["a"], arrays["b"], cuda=on_cuda, default=dot)
         return value.astype(jnp.float32) * arrays["a_scale_inv"] * arrays["b_scale_inv"]
 
     operands = {name: arrays[name] for name in ("a", "b", "a_scale_inv", "b_scale_inv")}
