@@ -46,10 +46,11 @@ def test_values_are_those_of_the_reference(dtype, contracting, activation, rng):
         return y, *vjp(dy)
 
     found, expected = jax.jit(lambda: (step("xla"), step("reference")))()
+    sums = 1e-4 if jax.default_backend() == "cpu" else 1e-3  # of FP8 in tensor cores, which keep 14 bits
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         # dtypes of 16 bits round the sum once more, which moves a few values of the gradient to the next code.
-        assert_close(a, b, tolerance=1e-4 if dtype == "float32" else 2e-2)
+        assert_close(a, b, tolerance=sums if dtype == "float32" else 2e-2)
 
 
 def test_states_of_delayed_scaling_are_those_of_the_reference(rng):
