@@ -49,9 +49,9 @@ _GELU_ROW_MULTIPLE = 8
 there it rounded the product before it added the bias. FP8 operands are padded to it."""
 
 _LEAST_OF_ALGORITHM = 256
-"""Where an algorithm is named, XLA for CUDA multiplies FP8 with cuBLASLt. Elsewhere it also compiles twenty Triton
-kernels for each product, to time them: minutes for a model. But it knows no algorithm for a product with a vector, and
-a mesh may leave one row of few."""
+"""Where an algorithm is named, XLA for CUDA multiplies FP8 with cuBLASLt. Elsewhere it also compiles about twenty
+Triton kernels for each product, to time them: minutes for a model. But it knows no algorithm for a product with a
+vector, and a mesh may leave one row of few."""
 
 
 @dataclasses.dataclass(frozen=True)
