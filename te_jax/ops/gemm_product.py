@@ -53,6 +53,9 @@ _LEAST_OF_ALGORITHM = 256
 Triton kernels for each product, to time them: minutes for a model. But it knows no algorithm for a product with a
 vector, and a mesh may leave one row of few."""
 
+_ALGORITHMS = jax.__version_info__ < (0, 12)
+"""Later versions cannot name XLA for CUDA an algorithm of E4M3: "Failed to serialize StableHLO to plugin version"."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
@@ -254,7 +257,7 @@ def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     )
     sizes = (math.prod(group) for name in ("a", "b") for group in _groups(spec, name, arrays)[1:])
     # For FP8 both forms say whether sums may stay in the tensor cores.
-    if min(sizes) >= _LEAST_OF_ALGORITHM:
+    if _ALGORITHMS and min(sizes) >= _LEAST_OF_ALGORITHM:
         fast, exact = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM, lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
     else:
         fast, exact = lax.Precision.DEFAULT, lax.Precision.HIGHEST
