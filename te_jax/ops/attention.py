@@ -14,13 +14,12 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
 
 from te_jax import native, reference, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.derivatives import not_differentiated
 from te_jax._core.integers import as_int32, in_one_dtype
+from te_jax._core.platforms import by_platform
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops import _cudnn_attention
 from te_jax.ops._cudnn_attention import Masks
@@ -463,45 +462,26 @@ def _by_platform(
         max_mask_bytes=settings.max_score_bytes,
     )
 
-    def traced(function: Callable[[Operands], tuple[Array, ...]]) -> ClosedJaxpr:
-        return jax.make_jaxpr(lambda *arrays: function(dict(zip(inputs, arrays, strict=True))))(*inputs.values())
+    def of(function: Callable[[Operands], tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+        return lambda *arrays: function(dict(zip(inputs, arrays, strict=True)))
 
-    elsewhere = on_cuda = xla = traced(by_xla)
+    elsewhere = on_cuda = of(by_xla)
+    refused: dict[str, str] = {}
     if problem is None:
-        on_cuda = traced(by_cudnn)
+        on_cuda = of(by_cudnn)
     elif settings.implementation == "native":
-        on_cuda = f"{problem}; or use implementation=None"
+        refused["cuda"] = f"{problem}; or use implementation=None"
     else:
         *batch_and_time, heads, _ = operands["query"].shape
         sizes = (*batch_and_time, heads, operands["key"].shape[-3])
         known = all(isinstance(size, int) for size in sizes)
         if not known or 4 * math.prod(sizes) > settings.max_score_bytes:
             size = f"{4 * math.prod(sizes)} bytes" if known else "an unknown size"
-            on_cuda = (
+            refused["cuda"] = (
                 f"{problem}; or let XLA hold scores of {size}, more than max_score_bytes={settings.max_score_bytes}: "
                 "raise it, or use implementation='reference'"
             )
     if settings.implementation == "native":
-        elsewhere = "implementation is 'native', cuDNN, and the program is not lowered for CUDA: use None"
-    return tuple(_platform_p.bind(*inputs.values(), types=tuple(xla.out_avals), cuda=on_cuda, default=elsewhere))
-
-
-# Runs the jaxpr of the platform that a program is lowered for, or raises its message. lax.platform_dependent would
-# leave a conditional in the program.
-_platform_p = Primitive("te_by_platform")
-_platform_p.multiple_results = True
-_platform_p.def_abstract_eval(lambda *_, types, **__: types)
-
-
-def _lower(platform: str):
-    def rule(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, **choices: Any):
-        del types
-        if isinstance(message := choices[platform], str):
-            raise ValueError(message)
-        return mlir.lower_fun(jaxpr_as_fun(choices[platform]), multiple_results=True)(ctx, *values)
-
-    return rule
-
-
-mlir.register_lowering(_platform_p, _lower("default"))
-mlir.register_lowering(_platform_p, _lower("cuda"), platform="cuda")
+        refused["default"] = "implementation is 'native', cuDNN, and the program is not lowered for CUDA: use None"
+    arrays = tuple(inputs.values())
+    return tuple(by_platform(arrays, cuda=on_cuda, default=elsewhere, refused=tuple(refused.items())))

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import native, reference, sharding
+from te_jax._core.platforms import by_platform
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT, MX_BLOCK
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Scaling as CopyScaling
@@ -262,15 +263,14 @@ def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     else:
         fast, exact = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
-    dot = functools.partial(
-        lax.dot_general,
-        dimension_numbers=((a_summed, b_summed), ((), ())),
-        preferred_element_type=_sum_dtype(spec),
-    )
+    def dot(a: Array, b: Array, precision: Any = None) -> tuple[Array]:
+        contracted = (a_summed, b_summed), ((), ())
+        return (lax.dot_general(a, b, contracted, precision, preferred_element_type=_sum_dtype(spec)),)
+
     on_cuda = functools.partial(dot, precision=fast if spec.fast_accumulation else exact)
 
     def multiply(arrays: Mapping[str, Array]) -> Array:
-        value = lax.platform_dependent(arrays["a"], arrays["b"], cuda=on_cuda, default=dot)
+        (value,) = by_platform((arrays["a"], arrays["b"]), cuda=on_cuda, default=dot)
         return value.astype(jnp.float32) * arrays["a_scale_inv"] * arrays["b_scale_inv"]
 
     operands = {name: arrays[name] for name in ("a", "b", "a_scale_inv", "b_scale_inv")}

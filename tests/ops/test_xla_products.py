@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
@@ -66,6 +67,20 @@ def test_states_of_delayed_scaling_are_those_of_the_reference(rng):
     found, expected = jax.jit(lambda: (twice("xla"), twice("reference")))()
     assert_close(found[0], expected[0], dtype="float32", tolerance=1e-4)
     jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_program_exported_for_gpus_and_cpus(batched, rng):
+    """CUDA's products have an algorithm that CPUs have not."""
+    x, kernel = normal(rng, (2, 256, 256), "bfloat16"), normal(rng, (2, 256, 512), "bfloat16")
+
+    def layer(implementation):
+        dense = functools.partial(ops.dense, recipe=CURRENT, implementation=implementation)
+        return jax.jit(jax.vmap(dense) if batched else lambda x, kernel: dense(x, kernel[0]))
+
+    exported = export.export(layer("xla"), platforms=("cuda", "cpu"))(x, kernel)
+    assert_close(exported.call(x, kernel), layer("reference")(x, kernel), tolerance=1e-2)
+    assert ("allow_imprecise_accumulation = true" in exported.mlir_module()) == (jax.__version_info__ < (0, 12))
 
 
 def normal(rng, shape, dtype, scale=1.0):
