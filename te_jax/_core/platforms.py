@@ -24,7 +24,7 @@ def by_platform(
     program that is exported for several.
 
     Args:
-      arrays: positional arguments of both functions.
+      arrays: positional arguments of both functions, which read no other traced value.
       cuda: runs on NVIDIA GPUs.
       default: runs elsewhere; its results have the same types.
       refused: ("cuda" or "default", message) where lowering raises ValueError with the message instead.
