@@ -49,13 +49,13 @@ _GELU_ROW_MULTIPLE = 8
 """cuBLASLt's gelu needs rows of a multiple of 16 bytes: of D, for it has no algorithm for others, and of a and b, for
 there it rounded the product before it added the bias. FP8 operands are padded to it."""
 
-_LEAST_OF_ALGORITHM = 256
-"""Where an algorithm is named, XLA for CUDA multiplies FP8 with cuBLASLt. Elsewhere it also compiles about twenty
-Triton kernels for each product, to time them: minutes for a model. But it knows no algorithm for a product with a
-vector, and a mesh may leave one row of few."""
+_CAN_NAME_ALGORITHM = jax.__version_info__ < (0, 12)
+"""Where a product names its algorithm, XLA for CUDA multiplies FP8 with cuBLASLt. Elsewhere it also compiles about
+twenty Triton kernels for each product, to time them: minutes for a model. Later versions of jax cannot hand XLA for
+CUDA an algorithm of E4M3: "Failed to serialize StableHLO to plugin version"."""
 
-_ALGORITHMS = jax.__version_info__ < (0, 12)
-"""Later versions cannot name XLA for CUDA an algorithm of E4M3: "Failed to serialize StableHLO to plugin version"."""
+_SMALLEST_WITH_ALGORITHM = 256
+"""XLA knows no algorithm for a product with a vector, and a mesh may leave one row of few."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ def gemm_by_xla(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...
 
 
 def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """A product of FP8 with one scale for each operand, in the form that becomes cuBLASLt's FP8 product.
+    """A product of FP8 with one scale for each operand, in the form that becomes cuBLASLt's or Triton's FP8 product.
 
     The scales follow the product. Before it, XLA may take operands for floats that it fuses with a float32 product.
     """
@@ -258,7 +258,7 @@ def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     )
     sizes = (math.prod(group) for name in ("a", "b") for group in _groups(spec, name, arrays)[1:])
     # For FP8 both forms say whether sums may stay in the tensor cores.
-    if _ALGORITHMS and min(sizes) >= _LEAST_OF_ALGORITHM:
+    if _CAN_NAME_ALGORITHM and min(sizes) >= _SMALLEST_WITH_ALGORITHM:
         fast, exact = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM, lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
     else:
         fast, exact = lax.Precision.DEFAULT, lax.Precision.HIGHEST
