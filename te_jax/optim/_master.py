@@ -11,7 +11,6 @@ import optax
 from jax import Array, lax
 
 _BFLOAT16, _INT16 = np.dtype(jnp.bfloat16), np.dtype(np.int16)
-_INFINITY = 0x7F800000
 
 
 class MasterWeightsState(NamedTuple):
@@ -30,9 +29,9 @@ def master_weights(
     float32, and the masters as its parameters, so that weight decay acts on them too.
 
     With int16 the master costs two bytes: a bfloat16 parameter is the upper half of the float32 number, rounded to
-    nearest (ties away from zero), and the state holds the lower half, as a signed number. Both together are the master,
-    bit for bit. (If a step takes a weight almost to zero, it can be off by one last digit of the weight before.) So
-    pass parameters as the last update left them.
+    nearest (ties away from zero), and the state holds the lower half, as a signed number; with all bits inverted where
+    the last bit of the parameter is 1. Both together are the master, bit for bit. (If a step takes a weight almost to
+    zero, it can be off by one last digit of the weight before.) So pass parameters as the last update left them.
 
     Args:
       inner: the transform.
@@ -68,7 +67,7 @@ def master_weights(
             raise ValueError(f"a parameter has dtype {own}: master_dtype int16 completes bfloat16 ones; use float32")
         if isinstance(param, jax.ShapeDtypeStruct):
             return jnp.zeros_like(param, dtype=dtype)
-        return jnp.zeros_like(param, dtype=dtype) if dtype == _INT16 else param.astype(jnp.float32)
+        return _reflected(np.int32(0), _bits(param)).astype(dtype) if dtype == _INT16 else param.astype(jnp.float32)
 
     def init(params: Any) -> MasterWeightsState:
         return MasterWeightsState(jax.tree.map(master_of, params), inner.init(wide(params)))
@@ -148,10 +147,9 @@ def convert_masters(target: Any, source: Any, params: Any) -> Any:
         weight = _weight(param, old)
         if new.dtype != _INT16:
             return weight
-        upper = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
+        upper = _bits(param)
         # The parameter was rounded to even where both neighbours are as near: there the last digit may be lost.
-        remainder = lax.bitcast_convert_type(weight, jnp.int32) - upper
-        return jnp.clip(remainder, -0x8000, 0x7FFF).astype(jnp.int16)
+        return _reflected(jnp.clip(_bits(weight) - upper, -0x8000, 0x7FFF), upper).astype(jnp.int16)
 
     return jax.tree.map(convert, target, source, params, is_leaf=_is_masked)
 
@@ -171,8 +169,22 @@ def _weight(param: Array, master: Any) -> Array:
         return param
     if master.dtype != _INT16:
         return master
-    upper = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
-    return lax.bitcast_convert_type(upper + master.astype(jnp.int32), jnp.float32)
+    upper = _bits(param)
+    return lax.bitcast_convert_type(upper + _reflected(master.astype(jnp.int32), upper), jnp.float32)
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def _reflected(remainder: Array | np.int32, upper: Array) -> Array:
+    """A remainder as its code, and a code as its remainder: all bits are inverted where `upper` is odd.
+
+    So neighbours on both sides of the border between two parameters have nearly equal codes. XLA may compute a sum
+    twice, once with a fused multiply-add, and take the parameter from one and the remainder from the other: both
+    together are then one of the float32 numbers around the two sums, and not one that is a bfloat16 digit away.
+    """
+    return remainder ^ (upper << 15 >> 31)
 
 
 def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array, Any]:
@@ -183,12 +195,12 @@ def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array,
     before = param.astype(jnp.float32)
     if master.dtype != _INT16:
         return weight.astype(param.dtype).astype(jnp.float32) - before, weight
-    bits = lax.bitcast_convert_type(weight, jnp.int32)
+    bits = _bits(weight)
     upper = (bits + 0x8000) & ~0xFFFF
     change = lax.bitcast_convert_type(upper, jnp.float32) - before + (weight - weight)  # NaN where it is not finite
     # Where a parameter all but vanishes in one step the sum can miss the image; the weight is then what the sum gives.
     # Without this what is stored is the lower half of a float32 sum's bits, and XLA on GPUs stores the sum itself, cut
     # to an integer (docs/measurements.md).
-    reached = lax.bitcast_convert_type((before + change).astype(_BFLOAT16).astype(jnp.float32), jnp.int32)
+    reached = _bits((before + change).astype(_BFLOAT16))
     remainder = jnp.where(reached == upper, bits - upper, 0)
-    return change, remainder.astype(jnp.int16)
+    return change, _reflected(remainder, reached).astype(jnp.int16)

@@ -47,6 +47,13 @@ def assert_same(actual, expected):
         assert a.tobytes() == e.tobytes(), jax.tree_util.keystr(path)
 
 
+def weight(param, code):
+    """The float32 number whose upper half is a bfloat16, and lower half a code: inverted where the upper is odd."""
+    upper = np.asarray(param).view(np.uint16).astype(np.int64)
+    remainder = np.where(upper & 1, ~np.asarray(code), code)
+    return ((upper << 16) + remainder & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+
+
 def differ(one, other):
     """Whether any leaf has other bits."""
     return any(
