@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
-from te_jax import ops
+from te_jax import ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.layers.attention import Cache, Heads, attend_cached, rotary_tables
 from te_jax.models import tensor_parallel
@@ -42,20 +44,23 @@ def generate(
 
     Args:
       params: of the decoder; no kernel is quantized beforehand.
-      tokens: integer [batch, time], prompts of one length.
+      tokens: integer [batch, time], each in [0, vocab_size): prompts of one length.
       config: the shape. With experts, a `router.capacity` counts the tokens of each step.
       max_new_tokens: how many follow, at most.
-      temperature: divides the logits before a token is drawn; 0 takes the most likely one.
-      top_p: tokens are drawn from the most likely ones, as few as have at least this probability together.
+      temperature: divides the logits, which are float32, before a token is drawn; 0 takes the most likely one.
+      top_p: tokens are drawn from the most likely ones, as few as have at least this probability together. Among equal
+        logits the first tokens are the most likely ones.
       key: a `jax.random.key`, where temperature is not 0.
-      stop_tokens: those that end a text, after which they repeat. Nothing is computed when all texts have ended.
+      stop_tokens: those that end a text, each in [0, vocab_size); they repeat after it. Nothing is computed when all
+        texts have ended.
       implementation: see `te_jax.models.apply`.
 
     Returns:
       int32 [batch, max_new_tokens].
 
     Raises:
-      ValueError: an argument breaks a rule above, or `config.recipe` is DelayedScaling, whose state is one of training.
+      ValueError: an argument breaks a rule above (tokens only where their values are known: not inside `jax.jit`), or
+        `config.recipe` is DelayedScaling, whose state is one of training.
 
     References:
       Holtzman et al., The Curious Case of Neural Text Degeneration (top_p), arXiv:1904.09751.
@@ -68,10 +73,16 @@ def generate(
       (1, 5)
     """
     DecoderConfig.check(config)
-    tokens = jnp.asarray(tokens)
-    check_tokens("tokens", tokens)
+    prompt = jnp.asarray(tokens)
+    check_tokens("tokens", prompt)
+    _check_values(tokens, prompt, config.vocab_size)
     if not is_whole_number(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}: it needs to be a whole number of at least 1")
+    if prompt.shape[1] + max_new_tokens >= 2**31:
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens}: a prompt of {prompt.shape[1]} and what follows must be fewer than "
+            f"{2**31} tokens"
+        )
     if not is_finite_number(temperature) or temperature < 0:
         raise ValueError(f"temperature is {temperature!r}: it needs to be a finite number of at least 0")
     if not is_finite_number(top_p) or not 0 < top_p <= 1:
@@ -80,20 +91,40 @@ def generate(
         raise ValueError("key is None, and temperature is not 0: tokens are drawn with a jax.random.key")
     if isinstance(config.recipe, DelayedScaling):
         raise ValueError("config.recipe is DelayedScaling, whose state is one of training: use another recipe or None")
-    if not all(is_whole_number(token) for token in stop_tokens):
-        raise ValueError(f"stop_tokens is {stop_tokens!r}: it needs to be whole numbers")
+    if not isinstance(stop_tokens, Collection) or not all(
+        is_whole_number(token) and 0 <= token < config.vocab_size for token in stop_tokens
+    ):
+        raise ValueError(
+            f"stop_tokens is {stop_tokens!r}: it needs to be whole numbers from 0 to vocab_size - 1, "
+            f"{config.vocab_size - 1}"
+        )
+    # XLA flushes smaller numbers to 0, and larger ones are infinite in float32.
+    limits = np.finfo(np.float32)
     return _generate(
         params,
-        tokens.astype(jnp.int32),
+        prompt.astype(jnp.int32),
         jax.random.key(0) if key is None else key,
-        jnp.float32(temperature or 1.0),
+        jnp.float32(min(max(float(temperature), float(limits.tiny)), float(limits.max))),
         jnp.float32(top_p),
         config=config,
         count=int(max_new_tokens),
-        draws=temperature > 0,
+        draws=bool(temperature > 0),
         stop=tuple(sorted(map(int, stop_tokens))),
         implementation=implementation,
     )
+
+
+def _check_values(tokens: Any, prompt: Array, vocab_size: int) -> None:
+    """Refuses tokens that the embedding does not have, if their values are known in this process."""
+    if isinstance(prompt, Tracer) or not prompt.is_fully_addressable:
+        return
+    values = np.asarray(tokens)  # jnp.asarray may have cut 64 bits to 32
+    outside = values[(values < 0) | (values >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"tokens has {outside[0]}, and the model knows tokens from 0 to {vocab_size - 1}: read the text with the "
+            "model's own tokenizer, and give prompts of one length without padding"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "count", "draws", "stop", "implementation"))
@@ -117,7 +148,7 @@ def _generate(
     def chosen(logits: Array, place: Array) -> Array:
         if not draws:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return _drawn(logits.astype(jnp.float32) / temperature, top_p, jax.random.fold_in(key, place))
+        return _drawn(logits, temperature, top_p, jax.random.fold_in(key, place))
 
     def ends(tokens: Array) -> Array:
         return jnp.isin(tokens, jnp.array(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
@@ -140,13 +171,19 @@ def _generate(
     return jnp.where(jnp.arange(count) < done, found, token[:, None])
 
 
-def _drawn(logits: Array, top_p: Array, key: Array) -> Array:
-    """Tokens drawn from the most likely ones of logits [batch, V]."""
-    likely = jnp.sort(logits, axis=-1, descending=True)
+def _drawn(logits: Array, temperature: Array, top_p: Array, key: Array) -> Array:
+    """Tokens drawn from the most likely ones of float32 logits [batch, V]."""
+    # By rank and not by a smallest logit, which several tokens may have.
+    ranks = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    negated, tokens = lax.sort((-logits, ranks), dimension=1, num_keys=1, is_stable=True)
+    # The largest becomes 0 before the division, which may overflow.
+    likely = (negated[:, :1] - negated) / temperature
     probabilities = jax.nn.softmax(likely, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    least = jnp.min(likely, axis=-1, where=before < top_p, initial=jnp.inf, keepdims=True)
-    return jax.random.categorical(key, jnp.where(logits >= least, logits, -jnp.inf)).astype(jnp.int32)
+    # Sums may round to 1 before the last token, and a top_p may be flushed to 0.
+    kept = (before < top_p) | (top_p == 1) | (ranks == 0)
+    rank = jax.random.categorical(key, jnp.where(kept, likely, -jnp.inf))
+    return jnp.sum(jnp.where(ranks == rank[:, None], tokens, 0), axis=1, dtype=jnp.int32)
 
 
 def _run(
@@ -156,8 +193,8 @@ def _run(
     config: DecoderConfig,
     implementation: Implementation | None,
 ) -> tuple[Array, list[Cache]]:
-    """Logits [batch, V] after the last of tokens [batch, time], and the caches with them. Several tokens are the first
-    ones."""
+    """Logits [batch, V] in float32 after the last of tokens [batch, time], and the caches with them. Several tokens are
+    the first ones."""
     time, filled = tokens.shape[1], []
     positions = caches[0].filled + jnp.arange(time)
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
@@ -179,5 +216,6 @@ def _run(
             return ops.attention(query, key, value, causal=True, **options) if time > 1 else mixed
 
         x, _ = run_block(x, Projections(layer, None, config, None, implementation), rotary, attend)
-    x = final_norm(x[:, -1:], params["final_norm"], config, implementation)
-    return ops.dense(x, head_of(params, config), implementation=implementation)[:, 0], filled
+    x = final_norm(x[:, -1:], params["final_norm"], config, implementation)[:, 0]
+    # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
+    return sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled

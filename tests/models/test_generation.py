@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from te_jax.models import PRESETS, apply, generate, init
+from te_jax.models.generation import _drawn
 from te_jax.recipe import BlockScaling, DelayedScaling
 
 CONFIG = dataclasses.replace(PRESETS["nano"], num_layers=1)
+MANY = np.tile([[7, 8, 9]], (2000, 1))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +58,7 @@ def test_a_text_that_has_ended_repeats_its_end(params):
 
 
 def test_tokens_are_drawn_by_their_probability_among_the_likeliest(params):
-    tokens = np.tile([[7, 8, 9]], (2000, 1))
-    logits = np.asarray(apply(params, tokens[:1], CONFIG), np.float64)[0, -1]
+    logits = np.asarray(apply(params, MANY[:1], CONFIG), np.float64)[0, -1]
     temperature, top_p = 0.5, 0.7
     scaled = np.exp(logits / temperature - (logits / temperature).max())
     scaled /= scaled.sum()
@@ -66,12 +67,52 @@ def test_tokens_are_drawn_by_their_probability_among_the_likeliest(params):
     wanted = np.zeros_like(scaled)
     wanted[kept] = scaled[kept] / scaled[kept].sum()
     options = {"max_new_tokens": 1, "temperature": temperature, "top_p": top_p}
-    found = np.asarray(generate(params, tokens, CONFIG, key=jax.random.key(3), **options))[:, 0]
+    found = np.asarray(generate(params, MANY, CONFIG, key=jax.random.key(3), **options))[:, 0]
     assert set(found) <= set(kept)
     counts = np.bincount(found, minlength=256)
     assert np.all(np.abs(counts - 2000 * wanted) <= 5 * np.sqrt(2000 * wanted * (1 - wanted)) + 1)
-    again = np.asarray(generate(params, tokens, CONFIG, key=jax.random.key(3), **options))[:, 0]
+    again = np.asarray(generate(params, MANY, CONFIG, key=jax.random.key(3), **options))[:, 0]
     np.testing.assert_array_equal(again, found)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [*((t, 1.0) for t in (1e-30, 1e-38, 1e-39, 1e-300)), (1.0, 1e-40)])
+def test_the_likeliest_token_is_drawn_at_the_smallest_numbers(temperature, top_p, params):
+    options = {"max_new_tokens": 1, "temperature": temperature, "top_p": top_p, "key": jax.random.key(1)}
+    likeliest = jnp.argmax(apply(params, MANY[:1], CONFIG)[0, -1])
+    np.testing.assert_array_equal(generate(params, MANY, CONFIG, **options), likeliest)
+
+
+def test_every_token_is_drawn_alike_at_the_largest_temperature(params):
+    found = generate(params, MANY, CONFIG, max_new_tokens=1, temperature=1e300, key=jax.random.key(2))
+    counts = np.bincount(np.asarray(found).ravel(), minlength=CONFIG.vocab_size)
+    assert counts.max() < 40
+    assert np.sum(counts == 0) < 10
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1.0, 8), (0.5, 4), (0.51, 5), (1e-40, 1)])
+def test_as_few_tokens_as_have_top_p_are_drawn_among_equal_ones(top_p, kept):
+    logits = jnp.tile(jnp.array([-30.0, 20.125, *[20.125] * 7, 16.0]), (500, 1))
+    found = jax.jit(_drawn)(logits, jnp.float32(1e-3), jnp.float32(top_p), jax.random.key(0))
+    assert found.dtype == jnp.int32
+    assert set(found.tolist()) == set(range(1, 1 + kept))
+
+
+def test_logits_are_not_rounded_to_16_bits_before_the_largest_is_taken():
+    """Two tokens whose logits differ by less than bfloat16 has digits."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), init(config, jax.random.key(0)))
+    tokens = np.array([[1, 2, 3]])
+    width, vocab_size = params["head"].shape
+    x = apply(params | {"head": jnp.eye(width, vocab_size, dtype=jnp.bfloat16)}, tokens, config)[0, -1, :width]
+    likely = np.asarray(x, np.float32) / 4
+    more = likely.copy()
+    more[np.argsort(abs(likely))[width // 2]] *= 1 + 2**-7
+    head = np.zeros((width, vocab_size), np.float32)
+    head[:, 5], head[:, 9] = likely, more
+    params["head"] = jnp.asarray(head, jnp.bfloat16)
+    logits = apply(params, tokens, config)[0, -1]
+    assert logits[5] == logits[9] > 4
+    assert generate(params, tokens, config, max_new_tokens=1) == 9
 
 
 @pytest.mark.parametrize(
@@ -82,7 +123,13 @@ def test_tokens_are_drawn_by_their_probability_among_the_likeliest(params):
         ({"temperature": float("nan")}, "temperature is nan: it needs to be a finite number of at least 0"),
         ({"temperature": 1.0}, "key is None, and temperature is not 0"),
         ({"top_p": 0.0}, "top_p is 0.0: it needs to be a number above 0 and at most 1"),
+        ({"max_new_tokens": 3 * 10**9}, "max_new_tokens is 3000000000: a prompt of 2 and what follows must be fewer"),
         ({"stop_tokens": [1.5]}, r"stop_tokens is \[1.5\]: it needs to be whole numbers"),
+        ({"stop_tokens": [2**31]}, r"stop_tokens is \[2147483648\]: .* from 0 to vocab_size - 1, 255"),
+        ({"stop_tokens": 2}, "stop_tokens is 2: it needs to be whole numbers"),
+        ({"tokens": np.array([[1, -1]])}, "tokens has -1, and the model knows tokens from 0 to 255"),
+        ({"tokens": np.array([[1, 256]])}, "tokens has 256, and the model knows tokens from 0 to 255"),
+        ({"tokens": np.array([[1, 2**32 + 5]])}, "tokens has 4294967301, and the model knows tokens from 0 to 255"),
         ({"config": dataclasses.replace(CONFIG, recipe=DelayedScaling())}, "config.recipe is DelayedScaling"),
         ({"tokens": np.array([1, 2])}, "tokens has shape"),
     ],
