@@ -42,7 +42,7 @@ class DenseGeneral(nn.Module):
       kernel_init, bias_init: initializers; like Flax's they see the kernel as a matrix and the bias as a vector. They
         name the axes as Flax's do, `nn.with_logical_partitioning(init, ("embed", "mlp"))`: all axes of the parameter.
       recipe: how to quantize (`te_jax.recipe`), or None to compute in `dtype`.
-      activation: "gelu", "relu", "silu", or None.
+      activation: None, or as in `te_jax.ops.activation`.
       state_axis: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
         `DelayedScaling` is the same; None elsewhere.
       implementation: None takes native kernels where they are installed, else the reference. On a GPU that cannot
@@ -58,7 +58,7 @@ class DenseGeneral(nn.Module):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     recipe: Recipe | None = None
-    activation: linear.Activation | None = None
+    activation: linear.Activation | linear.ActivationName | None = None
     state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 

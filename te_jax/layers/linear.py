@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,11 @@ from te_jax.ops.linear.arguments import KernelContracting
 from te_jax.ops.linear.einsum import Einsum
 from te_jax.ops.linear.fp8 import validate_recipe
 from te_jax.ops.linear.kernels import quantize_kernel as _quantize_kernel
-from te_jax.ops.linear.local import activate
 from te_jax.parallel.collective_matmul import all_gather_matmul, as_matrix, matmul_reduce_scatter
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import regrouped
-
-Activation = Literal["gelu", "relu", "silu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ def linear(
     axis: tuple[int, ...],
     features: tuple[int, ...],
     dtype: jax.typing.DTypeLike | None,
-    activation: Activation | None,
+    activation: Activation | ActivationName | None,
     options: Options,
 ) -> Array:
     """activation(x · kernel + bias), contracting the dimensions `axis` of x with the first ones of the kernel.
@@ -196,14 +194,14 @@ def gathered_linear(
     x: Array | QuantizedArray,
     layer: Layer,
     features: tuple[int, ...],
-    activation: Activation | None,
+    activation: Activation | ActivationName | None,
     dtype: jax.typing.DTypeLike | None,
     options: Options,
     tensor: TensorAxis,
 ) -> Array:
     """`gathered_linears` of one layer, and its activation."""
     (y,) = gathered_linears(x, (layer,), features=(features,), dtype=dtype, options=options, tensor=tensor)
-    return y if activation is None else activate(activation, y)
+    return y if activation is None else ops.activation(y, activation)
 
 
 def scattered_linear(
@@ -328,7 +326,7 @@ def _dense(
     contracting_ndim: int,
     features: tuple[int, ...],
     kernel_contracting: KernelContracting = "first",
-    activation: Activation | None = None,
+    activation: Activation | ActivationName | None = None,
     options: Options,
 ) -> Array:
     """`te_jax.ops.dense`, also with a quantized kernel, which may have fewer dimensions (`quantize_kernel`)."""

@@ -39,7 +39,7 @@ class LinearGeneral(nnx.Module):
       kernel_init, bias_init: initializers; like Flax's they see the kernel as a matrix and the bias as a vector.
       kernel_metadata, bias_metadata: metadata of the parameters, such as {"out_sharding": ("embed", "mlp")}.
       recipe: how to quantize (`te_jax.recipe`), or None to compute in `dtype`.
-      activation: "gelu", "relu", "silu", or None.
+      activation: None, or as in `te_jax.ops.activation`.
       state_axis: inside `pmap`, or `shard_map` with check_vma=False, the mesh axes over which the state of
         `DelayedScaling` is the same; None elsewhere.
       implementation: None takes native kernels where they are installed, else the reference. On a GPU that cannot
@@ -64,7 +64,7 @@ class LinearGeneral(nnx.Module):
         kernel_metadata: Mapping[str, Any] | None = None,
         bias_metadata: Mapping[str, Any] | None = None,
         recipe: Recipe | None = None,
-        activation: linear.Activation | None = None,
+        activation: linear.Activation | linear.ActivationName | None = None,
         state_axis: str | tuple[str, ...] | None = None,
         implementation: native.Implementation | None = None,
         rngs: nnx.Rngs,
@@ -80,7 +80,7 @@ class LinearGeneral(nnx.Module):
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.activation: linear.Activation | None = activation
+        self.activation: linear.Activation | linear.ActivationName | None = activation
         self.options = linear.Options(recipe, state_axis, implementation)
 
         matrix = (math.prod(rows), math.prod(cols))

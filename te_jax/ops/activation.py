@@ -69,7 +69,8 @@ def activation(
 
     Args:
       x: [*rows, *cols], float32, bfloat16 or float16, sharded in any way; any shape without quantization.
-      activation: one of the names above, or an `Activation`, such as `Activation("silu", alpha=1.702)`.
+      activation: one of the names above, or an `Activation` without limit and offset, such as
+        `Activation("silu", alpha=1.702)`.
       quantization: None for a result in the dtype of x, which XLA computes and which has all derivatives. Otherwise the
         format and scaling of the result, which one kernel computes and quantizes; for example
         `recipe.quantization("activation")`. Current scaling reads x twice. Row scaling writes the result to memory
@@ -92,7 +93,7 @@ def activation(
       >>> te_jax.ops.activation(x, "squared_relu").tolist()
       [[0.0, 0.0, 4.0]]
     """
-    function = Activation.of(activation)
+    function = Activation.ungated(activation)
     x = _as_float_array("x", x)
     options = {
         "row_ndim": row_ndim,

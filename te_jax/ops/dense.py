@@ -24,7 +24,6 @@ from te_jax.ops.linear.arguments import (
 )
 from te_jax.ops.linear.compared import left_plain, recipe_in_comparison
 from te_jax.ops.linear.local import (
-    Activation,
     PlainProducts,
     local_products,
     multiplied_as_it_is,
@@ -34,6 +33,7 @@ from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
 from te_jax.recipe import DelayedScalingState, Recipe
+from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
 
 _NAME = "te_jax.ops.dense"
@@ -47,7 +47,8 @@ _REVERSE_MODE = (
 @overload
 def dense(
     x: Operand, kernel: Operand, bias: jax.typing.ArrayLike | None = None, *, recipe: Recipe | None = None,
-    contracting_ndim: int = 1, kernel_contracting: KernelContracting = "first", activation: Activation | None = None,
+    contracting_ndim: int = 1, kernel_contracting: KernelContracting = "first",
+    activation: Activation | ActivationName | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | None = None, accumulate: bool = True,
     scaling_state: DelayedScalingState | None = None, state_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
@@ -56,8 +57,9 @@ def dense(
 def dense(
     x: Operand, kernel: tuple[Operand, ...], bias: tuple[jax.typing.ArrayLike | None, ...] | None = None, *,
     recipe: Recipe | None = None, contracting_ndim: int = 1, kernel_contracting: KernelContracting = "first",
-    activation: Activation | None = None, wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None,
-    accumulate: bool = True, scaling_state: tuple[DelayedScalingState, ...] | None = None,
+    activation: Activation | ActivationName | None = None,
+    wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] | None = None, accumulate: bool = True,
+    scaling_state: tuple[DelayedScalingState, ...] | None = None,
     state_axis: AxisName | None = None, implementation: native.Implementation | None = None,
 ) -> tuple[Array, ...]: ...
 # fmt: on
@@ -69,7 +71,7 @@ def dense(
     recipe: Recipe | None = None,
     contracting_ndim: int = 1,
     kernel_contracting: KernelContracting = "first",
-    activation: Activation | None = None,
+    activation: Activation | ActivationName | None = None,
     wgrad_accumulator: jax.typing.ArrayLike | tuple[jax.typing.ArrayLike | None, ...] | None = None,
     accumulate: bool = True,
     scaling_state: DelayedScalingState | tuple[DelayedScalingState, ...] | None = None,
@@ -99,7 +101,7 @@ def dense(
         x, by XLA.
       contracting_ndim: number of dimensions in `in`.
       kernel_contracting: "first" or "last": where in the kernel the dimensions of `in` stand.
-      activation: None, "gelu" (tanh approximation), "relu" or "silu".
+      activation: None, or as in `te_jax.ops.activation`.
       wgrad_accumulator: float32, bfloat16 or float16, shaped as kernel. Its cotangent is its next value, written in
         place where the buffer is donated or carried by a loop; kernel's own cotangent is then zero. Use it in exactly
         one call of a gradient: it becomes zero in one that skips the layer, and a branch of `lax.cond` is refused.
@@ -133,6 +135,7 @@ def dense(
       >>> round(float(dx[0, 0]), 3), round(float(dkernel[0, 0]), 3)
       (16.0, 4.0)
     """
+    function = None if activation is None else Activation.ungated(activation)
     several = isinstance(kernel, tuple | list)
     count = len(kernel) if isinstance(kernel, tuple | list) else 1
     x = as_operand("x", x)
@@ -153,7 +156,7 @@ def dense(
         shape = Shape.of(x, *named_kernel, *contracting)
         bias_and_accumulator = others[0], others[1]
         varying = sharding.varying_axes(x, named_kernel[1])
-        validate(x, *named_kernel, shape, activation, *bias_and_accumulator, varying)
+        validate(x, *named_kernel, shape, *bias_and_accumulator, varying)
         if recipe is None:
             validate_plain(x, *named_kernel, *others[2])
         else:
@@ -174,10 +177,10 @@ def dense(
         native.use_native(implementation, products=True)  # the same answer to a bad name as with a recipe
         plain, _, weights = operands
         layer = PlainProducts(name=_NAME, recipe=None, implementation="reference", accumulate=accumulate, **options)
-        ys = tuple(traced(multiplied_as_it_is, (layer, activation), plain, weight) for weight in weights)
+        ys = tuple(traced(multiplied_as_it_is, (layer, function), plain, weight) for weight in weights)
         ys = left_plain(_NAME, ys, tuple(kernels.values()), obstacle)
     else:
-        options |= {"accumulate": accumulate, "state_axis": axis_names, "activation": activation}
+        options |= {"accumulate": accumulate, "state_axis": axis_names, "activation": function}
         options |= {"name": _NAME, "batch_ndim": x.ndim - int(contracting_ndim)}
         layer = local_products(recipe, implementation, np.dtype(x.dtype), **options)
         ys = traced(multiplied_in_fp8, layer, *operands)

@@ -140,7 +140,7 @@ def gated_mlp(
     named = zip(kernels.items(), biases.items(), accumulators.items(), states.items(), strict=True)
     for operand, (named_kernel, named_bias, named_accumulator, named_state) in zip((x, x, hidden), named, strict=True):
         shape = Shape.of(operand, *named_kernel, 1, kernel_contracting)
-        validate(operand, *named_kernel, shape, None, named_bias, named_accumulator, varying)
+        validate(operand, *named_kernel, shape, named_bias, named_accumulator, varying)
         validate_fp8(operand, *named_kernel, shape, recipe, *named_state, kernel_contracting)
     layer = LocalProducts(
         name="te_jax.ops.gated_mlp",

@@ -67,6 +67,21 @@ class Activation:
         """
         return activation if isinstance(activation, Activation) else cls(activation)
 
+    @classmethod
+    def ungated(cls, activation: Activation | ActivationName) -> Activation:
+        """The same, for one operand.
+
+        Raises:
+          ValueError: it is and names none, or has a limit or an offset.
+        """
+        function = cls.of(activation)
+        if function.limit != math.inf or function.offset:
+            raise ValueError(
+                f"activation is {function!r}; limit and offset are for gated functions: leave them out, or call "
+                "te_jax.ops.gated_activation"
+            )
+        return function
+
 
 def activation(x: Array, function: Activation) -> Array:
     """Definition of `te_jax.ops.activation`: computed in float32, returned in the dtype of x."""

@@ -20,7 +20,12 @@ GPT_OSS = {"activation": ops.Activation("silu", 1.702, 7.0, 1.0)}
 
 # Sizes, arguments, shape of x, arguments of the call.
 ROWS = {
-    "Linear": ((64, 32), {"recipe": RowwiseScaling(), "activation": "silu", **BF16}, (16, 64), {}),
+    "Linear": (
+        (64, 32),
+        {"recipe": RowwiseScaling(), "activation": ops.Activation("silu", 1.702), **BF16},
+        (16, 64),
+        {},
+    ),
     "LinearGeneral": (
         ((4, 16), (2, 16)),
         {"axis": (-1, 0), "recipe": DELAYED, "param_dtype": jnp.bfloat16, "dtype": jnp.float32},
@@ -32,7 +37,7 @@ ROWS = {
     "LayerNorm": ((48,), {"epsilon": 0.1, "zero_centered": True}, (3, 48), {}),
     "NormLinear": (
         (64, (4, 16)),
-        {"norm": NORM, "recipe": BlockScaling(), "activation": "relu"},
+        {"norm": NORM, "recipe": BlockScaling(), "activation": "squared_relu"},
         (128, 64),
         {},
     ),

@@ -91,18 +91,21 @@ def wide(x):
     return np.asarray(x).astype(np.float64)
 
 
-def _activation(name, z):
+def _activation(function, z):
     """(value, derivative)"""
+    if function is None:
+        return z, np.ones_like(z)
+    name, alpha = (function, 1.0) if isinstance(function, str) else (function.kind, function.alpha)
     if name == "gelu":
         c = math.sqrt(2 / math.pi)
         t = np.tanh(c * (z + 0.044715 * z**3))
         return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t**2) * c * (1 + 3 * 0.044715 * z**2)
     if name == "relu":
         return np.maximum(z, 0), (z > 0).astype(np.float64)
-    if name == "silu":
-        s = 1 / (1 + np.exp(-z))
-        return z * s, s * (1 + z * (1 - s))
-    return z, np.ones_like(z)
+    if name == "squared_relu":
+        return np.maximum(z, 0) ** 2, 2 * np.maximum(z, 0)
+    s = 1 / (1 + np.exp(-alpha * z))
+    return z * s, s * (1 + alpha * z * (1 - s))
 
 
 def oracle(case: Case, *, activation=None, y_found=None) -> Gradients:

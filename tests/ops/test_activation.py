@@ -471,6 +471,12 @@ def test_functions_that_are_none(arguments, message):
         Activation(*arguments)
 
 
+def test_limit_and_offset_are_for_gated_functions():
+    for options in ({"limit": 7.0}, {"offset": 1.0}):
+        with pytest.raises(ValueError, match=r"limit and offset are for gated functions: leave them out"):
+            ops.activation(X, Activation("silu", **options))
+
+
 def test_messages_about_one_operand_call_it_x():
     with pytest.raises(ValueError, match=r"x has dtype int32; it must be float32"):
         ops.activation(X.astype(jnp.int32))

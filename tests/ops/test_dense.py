@@ -97,7 +97,12 @@ def _cold(recipe):
 
 @few_recipes
 @pytest.mark.parametrize(
-    ("activation", "kernel_contracting"), [("gelu", "first"), ("gelu", "last"), ("relu", "first"), ("silu", "last")]
+    ("activation", "kernel_contracting"),
+    [
+        *[("gelu", "first"), ("gelu", "last"), ("relu", "first"), ("squared_relu", "first")],
+        (ops.Activation("silu", alpha=1.702), "last"),
+    ],
+    ids=str,
 )
 def test_activations(activation, kernel_contracting, recipe, rng):
     """The derivative is taken at values that FP8 has rounded, which adds to the errors of the gradients."""

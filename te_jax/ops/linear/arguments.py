@@ -35,8 +35,6 @@ from te_jax.sharding import as_axis_names
 Operand = jax.typing.ArrayLike | QuantizedArray
 KernelContracting = Literal["first", "last"]
 
-ACTIVATIONS = ("gelu", "relu", "silu")
-
 
 def as_operand(name: str, x: Any) -> Array | QuantizedArray:
     if not isinstance(x, QuantizedArray):
@@ -177,13 +175,11 @@ class Shape(NamedTuple):
 
 
 def validate(
-    x: Any, name: str, kernel: Any, shape: Shape, activation: Any, bias: Any, accumulator: Any, varying: frozenset[str]
+    x: Any, name: str, kernel: Any, shape: Shape, bias: Any, accumulator: Any, varying: frozenset[str]
 ) -> None:
     """`bias` and `accumulator` with their names; `varying`: the mesh axes over which x or the kernel varies."""
     for label, array in (("x", x), (name, kernel)):
         _validate_float(label, array)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be None or one of {ACTIVATIONS}: apply others to y")
     if 0 in (*shape.inner, *shape.outer):
         raise ValueError(f"{name} has shape {kernel.shape}; only the batch may be empty")
     validate_parts(kernel, shape.outer, bias, accumulator, varying)

@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import native, sharding
 from te_jax._core.derivatives import not_differentiated
+from te_jax.ops._activation_kernels import activated
 from te_jax.ops.gemm import gemm, gemm_sum
 from te_jax.ops.linear.arguments import Shape, means_of, sequence_padding, whole_blocks
 from te_jax.ops.linear.per_product import PerProduct
@@ -25,16 +26,9 @@ from te_jax.ops.linear.rule import linear
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product, ProductRecipes, Recipe, Role
+from te_jax.reference.activation import Activation
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout, layout_of_product, regrouped, split_in_two
-
-Activation = Literal["gelu", "relu", "silu"]
-
-
-def activate(activation: Activation, x: Array) -> Array:
-    """The activation, computed in float32, in the dtype of x."""
-    functions = {"gelu": functools.partial(jax.nn.gelu, approximate=True), "relu": jax.nn.relu, "silu": jax.nn.silu}
-    return functions[activation](x.astype(jnp.float32)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +50,7 @@ class LocalProducts(Products):
     @property
     def gelu_is_fused(self) -> bool:
         assert self.recipe is not None
-        return self.activation == "gelu" and self.recipe.scalings["activation"][0] == "tensor"
+        return self.activation == Activation("gelu") and self.recipe.scalings["activation"][0] == "tensor"
 
     def quantize(
         self, role, x, state=None, group=None, *, first_copy=True, second_copy, with_dbias=False
@@ -131,7 +125,7 @@ class LocalProducts(Products):
         if self.activation is None or self.gelu_is_fused:
             return y, None
         preactivation = checkpoint_name(y, "te_dense_preactivation")  # where it is kept, y is computed from it again
-        return activate(self.activation, preactivation), preactivation
+        return activated(self.activation, preactivation), preactivation
 
     def plain(self) -> PlainProducts:
         return PlainProducts(
@@ -147,12 +141,12 @@ class LocalProducts(Products):
         return self.batch_ndim
 
     def activated(self, y: Array) -> Array:
-        return y if self.activation is None else activate(self.activation, y)
+        return y if self.activation is None else activated(self.activation, y)
 
     def before_activation(self, preactivation: Any, dy: Array) -> Array:
         if self.activation is None:
             return dy
-        return jax.vjp(functools.partial(activate, self.activation), preactivation)[1](dy)[0]
+        return jax.vjp(functools.partial(activated, self.activation), preactivation)[1](dy)[0]
 
     def dgrad(self, dy8s, kernel8s, group, layout: Layout):
         pairs = list(zip(dy8s, kernel8s, strict=True))
@@ -381,5 +375,5 @@ def multiplied_as_it_is(layer: tuple[PlainProducts, Activation | None], x: Array
     y = with_bias(y, weight.bias)
     if activation is not None:
         # Keeps the values before the activation only, rather than the float32 ones inside it.
-        y = jax.checkpoint(functools.partial(activate, activation))(checkpoint_name(y, "te_dense_preactivation"))
+        y = jax.checkpoint(functools.partial(activated, activation))(checkpoint_name(y, "te_dense_preactivation"))
     return y
