@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from te_jax import checkpoint_policies, hlo, ops, parallel, recipe
+from te_jax._core import transformer_engine
 from te_jax._version import __version__
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _AT_FIRST_USE = ("debug", "flax", "layers", "models", "nnx", "offload", "optim",
 def __getattr__(name: str) -> Any:
     if name in _AT_FIRST_USE:
         return importlib.import_module(f"te_jax.{name}")
-    raise AttributeError(f"module 'te_jax' has no attribute {name!r}")
+    raise transformer_engine.missing(__name__, name)
 
 
 def __dir__() -> list[str]:

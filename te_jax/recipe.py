@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 
+from te_jax._core import transformer_engine
 from te_jax._core.arguments import as_dtype, as_flag, is_finite_number, is_whole_number
 from te_jax._core.types import E4M3, E5M2
 
@@ -30,6 +31,11 @@ Scaling = Literal["tensor", "row", "block_1x32", "block_1x128", "block_128x128"]
 Product = Literal["forward", "dgrad", "wgrad"]
 
 _PRODUCTS = ("forward", "dgrad", "wgrad")
+
+if not TYPE_CHECKING:  # which would take every name for one that the module has
+
+    def __getattr__(name: str) -> NoReturn:
+        raise transformer_engine.missing(__name__, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +116,7 @@ class Recipe:
         return Quantization(np.dtype(dtype), *self.scalings[role], self.power_of_two_scales)
 
 
+@transformer_engine.names_arguments
 @dataclasses.dataclass(frozen=True)
 class CurrentScaling(Recipe):
     """One scale for each tensor, from its own amax (largest magnitude): quantization reads the tensor twice.
@@ -126,6 +133,7 @@ class CurrentScaling(Recipe):
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("tensor", "tensor"))
 
 
+@transformer_engine.names_arguments
 @dataclasses.dataclass(frozen=True)
 class RowwiseScaling(Recipe):
     """One scale for each row of both copies, so that tokens and features with outliers do not disturb others.
@@ -143,6 +151,7 @@ class RowwiseScaling(Recipe):
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("row", "row"))
 
 
+@transformer_engine.names_arguments
 @dataclasses.dataclass(frozen=True)
 class BlockScaling(Recipe):
     """One scale for 1 × 128 values of activations and gradients, and for 128 × 128 of kernels.
@@ -169,6 +178,7 @@ class BlockScaling(Recipe):
     }
 
 
+@transformer_engine.names_arguments
 @dataclasses.dataclass(frozen=True)
 class MXFP8Scaling(Recipe):
     """One scale for 32 values along the summed dimension of every copy, a power of two in one byte: MXFP8.
@@ -203,6 +213,7 @@ class MXFP8Scaling(Recipe):
             )
 
 
+@transformer_engine.names_arguments
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """One scale for each tensor, from the amaxes of earlier steps: quantization reads the tensor once.

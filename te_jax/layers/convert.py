@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax._core.arguments import kind_of
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.layers import linear
 from te_jax.recipe import DelayedScaling, Recipe
@@ -238,15 +239,24 @@ def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
       ValueError: recipe is none, or rules are not pairs of a pattern and a recipe.
     """
     if not isinstance(recipe, Recipe | None):
-        raise ValueError(f"recipe is {recipe!r}; it must be a recipe, such as te_jax.recipe.BlockScaling(), or None")
+        raise ValueError(
+            f"recipe is {_shown(recipe)}; it must be a recipe, such as te_jax.recipe.BlockScaling(), or None; "
+            "the model comes before it"
+        )
     if isinstance(rules, Iterable) and not isinstance(rules, str):
         rules = tuple(tuple(rule) if isinstance(rule, Sequence) else rule for rule in rules)
         if all(_is_rule(rule) for rule in rules):
             return rules
     raise ValueError(
-        f"rules are {rules!r}; they must be pairs of a pattern of paths and a recipe or None, such as "
+        f"rules are {_shown(rules)}; they must be pairs of a pattern of paths and a recipe or None, such as "
         "[('layers/*/attention/*', None), ('*/mlp/*', te_jax.recipe.BlockScaling())]"
     )
+
+
+def _shown(value: Any) -> str:
+    """A value for errors; of one that fills screens, such as a model, its type."""
+    text = repr(value)
+    return kind_of(value) if "\n" in text or len(text) > 200 else text
 
 
 def validate_layers(layers: Any) -> Layers:
@@ -259,8 +269,8 @@ def validate_layers(layers: Any) -> Layers:
     for layer, how in pairs:
         if not isinstance(layer, type | str) or not isinstance(how, EinsumLayer | KernelsLayer):
             raise ValueError(
-                f"layers is {layers!r}; it must give an EinsumLayer or a KernelsLayer for each class or its full name, "
-                "such as {MyEinsum: EinsumLayer(kernel='w', subscripts='einsum_str')}"
+                f"layers is {_shown(layers)}; it must give an EinsumLayer or a KernelsLayer for each class or its full "
+                "name, such as {MyEinsum: EinsumLayer(kernel='w', subscripts='einsum_str')}"
             )
     return {**_KNOWN, **layers}
 

@@ -1,5 +1,7 @@
 """NNX modules over `te_jax.ops`. They hold parameters and state; the arithmetic is in the operations."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 try:
     import flax  # noqa: F401
 except ModuleNotFoundError as error:
@@ -7,6 +9,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install "flax>=0.12.7"') from error
 
+from te_jax._core import transformer_engine
 from te_jax.layers.convert import EinsumLayer, KernelsLayer
 from te_jax.nnx.attention import Attention
 from te_jax.nnx.convert import convert, revert
@@ -45,3 +48,8 @@ __all__ = [
     "requantize",
     "revert",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        raise transformer_engine.missing(__name__, name)

@@ -1,6 +1,7 @@
-"""Functions of docs/transformer_engine.md that map parameters of TransformerEngine: results are the same."""
+"""docs/transformer_engine.md: functions that map parameters give the same results, and errors name what it names."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,12 @@ import numpy as np
 import pytest
 
 import te_jax.flax
+import te_jax.nnx
+from te_jax import recipe
+from te_jax._core.transformer_engine import NAMES
 from te_jax.testing import assert_close
 from tests.docs.test_examples import ROOT, examples
+from tests.docs.test_names import resolve
 
 WIDTH, HIDDEN, HEADS, HEAD_DIM = 64, 96, 4, 16
 KINDS = {"rms": ("scale",), "layer": ("scale", "ln_bias")}
@@ -165,3 +170,29 @@ def test_a_transformer_layer_of_pytorch_computes_the_same(page, rng, bias):
         HIDDEN, HEADS, num_kv_heads=HEADS // 2, norm=kind, attention_arguments=with_bias, mlp_arguments=with_bias
     )
     check(module, functools.partial(page["block_from_torch"], head_dim=HEAD_DIM), state, x, expected)
+
+
+def test_names_of_transformer_engine_end_in_errors_that_name_ours():
+    page = (ROOT / "docs/transformer_engine.md").read_text(encoding="utf-8")
+    for name, ours in NAMES.items():
+        assert f"`{name}" in page, name
+        for each in re.findall(r"te_jax(?:\.\w+)+", ours):
+            resolve(each)
+        modules = [module for module in (te_jax, recipe, te_jax.flax, te_jax.nnx) if name not in dir(module)]
+        for module in modules:
+            with pytest.raises(AttributeError, match=re.escape(f": {name} of TransformerEngine is here {ours}")):
+                getattr(module, name)
+        assert modules
+    with pytest.raises(AttributeError, match=r"^module 'te_jax\.recipe' has no attribute 'BlokScaling'$"):
+        recipe.BlokScaling  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_arguments_of_its_recipes_end_in_errors_that_name_ours():
+    arguments = {"amax_history_len": 16, "amax_compute_algo": "max", "fp8_format": "HYBRID", "use_power_2_scales": True}
+    ours = ("history_len", "algorithm", "gradient_dtype", "power_of_two_scales")
+    for (name, value), expected in zip(arguments.items(), ours, strict=True):
+        with pytest.raises(TypeError, match=f"{name} of TransformerEngine is here {expected}"):
+            recipe.DelayedScaling(**{name: value})  # pyright: ignore[reportArgumentType]
+        assert hasattr(recipe.DelayedScaling(), expected)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'history'"):
+        recipe.DelayedScaling(**{"history": 16})  # pyright: ignore[reportArgumentType]

@@ -127,6 +127,9 @@ def test_arguments_that_do_not_fit_are_named(api):
         ValueError, match=r"recipe is 'block'; it must be a recipe, such as te_jax\.recipe\.BlockScaling\(\)"
     ):
         api.library.convert(module, "block")
+    model = {LINEN: nn.Dense(3), NNX: nnx.Linear(300, 3, rngs=nnx.Rngs(0))}[api]
+    with pytest.raises(ValueError, match=r"recipe is of type \w+; it must be a recipe, .*; the model comes before it$"):
+        api.library.convert(BlockScaling(), model)
     for rules in ([("*", 1)], "*"):
         with pytest.raises(ValueError, match=r"rules are .*; they must be pairs of a pattern"):
             api.library.convert(module, None, rules=rules)
