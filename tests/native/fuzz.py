@@ -579,7 +579,8 @@ def offload(draw: Draw) -> Call:
     target = draw.one(["begin_store", "begin_store", "store", "fetch", "end_store"])
     if target == "begin_store":
         results = [token, *memory[:2], draw.one([memory[2], ((0, row), U8)])]
-        attributes = {"stacked": stacked, "sizes": np.array([min(size, 2**63 - 1) for size in sizes], np.int64)}
+        stacked, *sizes = (min(number, 2**63 - 1) for number in (stacked, *sizes))  # attributes have 64 bits
+        attributes = {"stacked": stacked, "sizes": np.array(sizes, np.int64)}
         return Call("te_offload_begin_store", [token], results, attributes)
     if target == "end_store":
         return Call("te_offload_end_store", [token, memory[0]], [token], {})
