@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from te_jax._version import __version__
@@ -35,11 +36,17 @@ _CHANGEABLE = (
 )
 
 
-def _path(word: str) -> str:
+def path_word(word: str) -> str:
+    """A path on the command line."""
     # A script's variable that is not set; as a path it would be the working directory.
     if not word:
-        raise argparse.ArgumentTypeError("is empty: give a path or leave the option out")
+        raise argparse.ArgumentTypeError("is empty: give a path")
     return word
+
+
+def path(word: str) -> Path:
+    """The same, where it is not written to the header of a run."""
+    return Path(path_word(word))
 
 
 def _option(default: Any, text: str, **argument: Any) -> Any:
@@ -60,7 +67,7 @@ class Options:
     """
 
     text: str | None = _option(
-        None, "what to train on (the language reference that ships with Python)", type=_path, metavar="FILE_OR_DIR"
+        None, "what to train on (the language reference that ships with Python)", type=path_word, metavar="FILE_OR_DIR"
     )
     lora: int | None = _option(
         None,
@@ -73,7 +80,7 @@ class Options:
         None,
         "tokenizer.json of Hugging Face, read with the package tokenizers; the model's vocabulary becomes its own, "
         "rounded up to a multiple of 128 (tokens are bytes; with --from, that of its folder)",
-        type=_path,
+        type=path_word,
         metavar="FILE",
     )
     pack: bool = _option(
@@ -87,7 +94,7 @@ class Options:
         None,
         "start from a model of Hugging Face, in the place of --preset: a folder with config.json, safetensors and "
         "tokenizer.json",
-        type=_path,
+        type=path_word,
         metavar="DIR",
     )
     steps: int = _option(200, "optimizer steps; with --resume, a larger number extends the run")
@@ -268,7 +275,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `te-jax train` to a parser."""
     parser.description = DESCRIPTION
     parser.add_argument(
-        "--out", type=_path, metavar="DIR", help="folder of the run (runs/train-001, or the next number that is free)"
+        "--out",
+        type=path_word,
+        metavar="DIR",
+        help="folder of the run (runs/train-001, or the next number that is free)",
     )
     parser.add_argument(
         "--resume",

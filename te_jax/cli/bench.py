@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from te_jax._core.terminal import key_values, reason_of
+from te_jax.cli._options import path
 from te_jax.cli.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="*", metavar="PEER", help="only these peers beside te_jax; none for none")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="folder for the results and a figure of them, an SVG (default: benchmarks/results of the checkout, where "
         "only complete runs are written, and python -m benchmarks.tables draws)",
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the other cases of the result file, of the same commit, device and versions: a run in several parts",
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="DIR", help="also write a Perfetto trace of every implementation under DIR"
+        "--profile", type=path, metavar="DIR", help="also write a Perfetto trace of every implementation under DIR"
     )
     parser.add_argument(
         "--commit", metavar="SHA", help="commit to record, where the checkout has no git history, or that of others"

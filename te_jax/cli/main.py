@@ -17,6 +17,7 @@ from te_jax.cli.errors import UserError
 __all__ = ["main"]
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR)
 
 # Modules with `add_arguments`. `run` is in the module of the command's name, which is imported when it is called.
 _COMMANDS = {
@@ -38,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after `te-jax`; None takes them from `sys.argv`.
 
     Returns:
-      The exit status: the subcommand's own, 2 for a mistake of the user or a full disk (one sentence on stderr), 130
-      when interrupted, 141 when what reads its output has gone.
+      The exit status: the subcommand's own, 2 for a mistake of the user, a full disk or a path that cannot be opened
+      (one sentence on stderr), 130 when interrupted, 141 when what reads its output has gone.
     """
     _open_closed_streams()
     # Not every locale has the dashes and arrows of a report.
@@ -70,21 +71,24 @@ def _status(argv: Sequence[str] | None) -> int:
         _drop_output()
         return 141
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        if error.errno in _NO_SPACE:
+            _drop_output()
+            print(f"te-jax: error: cannot write: {error.strerror}", file=sys.stderr)
+        elif error.errno in _OF_PATHS and error.filename is not None:
+            print(f"te-jax: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        else:
             raise
-        _drop_output()
-        print(f"te-jax: error: cannot write: {error.strerror}", file=sys.stderr)
         return 2
 
 
 def _open_closed_streams() -> None:
-    """Discards what is written to a stream that was closed when this process began, as daemons and `>&-` do.
+    """Puts the null device in the place of a stream that was closed when this process began, as by daemons and `>&-`.
 
     Python has None in its place, and the next file that is opened would get its descriptor.
     """
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
+            nowhere = open(os.devnull, mode)  # noqa: SIM115, open until the process ends
             setattr(sys, name, nowhere)
             try:
                 os.fstat(descriptor)

@@ -1,0 +1,115 @@
+"""`te-jax generate`, and paths of all commands: what cannot be read is one sentence and status 2."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from te_jax import models
+from te_jax.cli import _placement, main
+
+pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
+
+CONFIG = models.DecoderConfig(
+    vocab_size=256, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, mlp_size=16
+)
+LONG = "a" * 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of bytes."""
+    path = tmp_path_factory.mktemp("hf") / "bytes"
+    shapes = jax.eval_shape(lambda: models.init(CONFIG, jax.random.key(0)))
+    models.to_hf(path, CONFIG, jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes))
+    return str(path)
+
+
+def refused(argv, capsys):
+    assert main.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("te-jax: error: ").rstrip("\n")
+
+
+UNREAD = "the text to continue cannot be read from stdin: Is a directory"
+NO_UTF8 = "the text to continue is not UTF-8: convert it, for example with iconv"
+
+
+def unreadable():
+    raise IsADirectoryError(21, "Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("word", "stdin", "sentence"),
+    [
+        ("-", lambda: None, "the text to continue is empty: give at least one character"),
+        ("-", lambda: io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"), NO_UTF8),
+        ("-", lambda: SimpleNamespace(read=unreadable, close=lambda: None), UNREAD),
+        ("caf\udce9", io.StringIO, NO_UTF8),
+    ],
+    ids=["closed", "latin-1", "folder", "word"],
+)
+def test_a_text_that_cannot_be_read_is_refused(word, stdin, sentence, folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", stdin())
+    assert refused(["generate", word, "--from", folder], capsys) == sentence
+    sys.stdin.close()
+
+
+@pytest.mark.parametrize("number", ["1000", "3000000000"])
+def test_more_tokens_than_memory_has_room_for_are_refused(number, folder, capsys, monkeypatch):
+    monkeypatch.setattr(_placement, "memory_of", lambda devices: 50_000)
+    sentence = refused(["generate", "x", "--from", folder, "--max-new-tokens", number], capsys)
+    assert sentence.startswith(f"--max-new-tokens is {number}: keys and values of as many tokens take ")
+
+
+def test_a_computation_without_memory_is_one_sentence(folder, capsys, monkeypatch):
+    def generate(*args, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes")
+
+    monkeypatch.setattr(models, "generate", generate)
+    sentence = refused(["generate", "x", "--from", folder], capsys)
+    assert "with 1 tokens and --max-new-tokens 100 is out of memory (JaxRuntimeError: RESOURCE_EXHAUSTED" in sentence
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "x", "--run", ""],
+        ["generate", "x", "--from", ""],
+        ["export", "", "--run", "FOLDER"],
+        ["export", "DIR", "--run", ""],
+        ["train", "--out", ""],
+        ["bench", "gemm", "--output", ""],
+        ["bench", "gemm", "--profile", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_working_folder(argv, capsys):
+    assert "is empty: give a path" in refused(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "x", "--run", LONG],
+        ["generate", "x", "--from", LONG],
+        ["export", "DIR", "--run", LONG],
+        ["train", "--from", LONG],
+        ["train", "--text", LONG],
+        ["train", "--out", LONG],
+        ["train", "--resume", "--out", LONG],
+        ["bench", "gemm", "--output", LONG],
+    ],
+    ids=lambda argv: " ".join(word for word in argv if word != LONG),
+)
+def test_a_path_that_is_too_long_is_refused(argv, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sentence = refused(argv, capsys)
+    assert LONG in sentence
+    assert "File name too long" in sentence
+    assert ("--out " in sentence) == ("--out" in argv)
