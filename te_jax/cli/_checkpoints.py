@@ -216,6 +216,8 @@ def _verify(path: Path) -> bool:
     """Whether a checkpoint has checksums, which its files then match."""
     if not (path / _STATE).is_dir():
         raise DamagedError(f"{_STATE}/ is missing")
+    if (path / _CHECKSUMS).exists() and not (path / _CHECKSUMS).is_file():  # a pipe would be waited for
+        raise DamagedError(f"{_CHECKSUMS} is unreadable")
     try:
         expected = json.loads((path / _CHECKSUMS).read_text())
     except FileNotFoundError:

@@ -12,13 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import native, ops
+from te_jax._core.terminal import reason_of
 from te_jax.cli import _placement, _text
 from te_jax.cli._options import RECIPES, STATE_DTYPES, Options
 from te_jax.cli._placement import Placement
 from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
-from te_jax.models import PRESETS, DecoderConfig, FolderError, Lora, TensorParallel, config_from_hf
+from te_jax.layers import Router
+from te_jax.models import (
+    PRESETS,
+    DecoderConfig,
+    Experts,
+    FolderError,
+    Lora,
+    RopeScaling,
+    TensorParallel,
+    config_from_hf,
+)
 from te_jax.models.config import ATTENTION
+from te_jax.models.safetensors import Tensors
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.quantized import block_size
 from te_jax.recipe import DelayedScaling, MXFP8Scaling
@@ -212,6 +224,41 @@ def _model(options: Options, vocab_size: int | None) -> DecoderConfig:
     return config
 
 
+def config_of(path: Path, header: dict[str, Any]) -> DecoderConfig:
+    """The shape in the header of a run, without what says how it was trained.
+
+    Raises:
+      UserError: the header is damaged.
+    """
+    names = {field.name for field in dataclasses.fields(DecoderConfig)} - {"recipe", "head_recipe", "offload"}
+    try:
+        fields: dict[str, Any] = {name: value for name, value in header["model"].items() if name in names}
+        if (experts := fields.get("experts")) is not None:
+            fields["experts"] = Experts(**{**experts, "router": Router(**experts["router"])})
+        if (scaling := fields.get("rope_scaling")) is not None:
+            fields["rope_scaling"] = RopeScaling(**scaling)
+        if (lora := fields.get("lora")) is not None:
+            fields["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
+        if isinstance(activation := fields.get("activation"), dict):
+            fields["activation"] = ops.Activation(**activation)
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return DecoderConfig(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the header of the run in {path} is damaged or of another version ({reason_of(error)})"
+        ) from error
+
+
+def sha256_of(folder: str | Path) -> str:
+    """That of a sample of a model's weights.
+
+    Raises:
+      UserError: the folder holds no model.
+    """
+    with reading(folder):
+        return Tensors.open(Path(folder)).digest()
+
+
 @contextlib.contextmanager
 def reading(folder: str | Path) -> Iterator[None]:
     """Turns what is wrong with a folder of Hugging Face into an error of the command."""
@@ -296,11 +343,15 @@ def _check_stored(stored: StoredRun, options: Options, config: DecoderConfig, co
             f"--text {corpus.source}{by} is not, or no longer, what the run in {stored.path} was trained on"
         )
     model = stored.header.get("model", {})
-    if options.from_ is not None and model.get("num_parameters", config.num_parameters) != config.num_parameters:
-        raise UserError(
-            f"--from {options.from_} has {config.num_parameters:,} parameters, and the model of the run in "
-            f"{stored.path} {model['num_parameters']:,}: give the folder that the run began with"
-        )
+    if options.from_ is not None and model:
+        other_shape = config_of(stored.path, stored.header).architecture != config.architecture
+        base = model.get("base_sha256")  # of runs with adapters, whose checkpoints hold no more
+        if other_shape or (base is not None and base != sha256_of(options.from_)):
+            what = "a model of another shape" if other_shape else "other weights"
+            raise UserError(
+                f"--from {options.from_} holds {what} than the run in {stored.path} began with: give the folder that "
+                "the run began with"
+            )
     before = model.get("vocab_size", config.vocab_size)
     if config.vocab_size != before:
         raise UserError(

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from te_jax._core.terminal import reason_of
 from te_jax.cli import _processes, _statistics
-from te_jax.cli.errors import DamagedError, UserError, note
+from te_jax.cli.errors import DamagedError, UserError, is_out_of_memory, note
 
 __all__ = ["RunFolder", "RunShare"]
 
@@ -355,7 +356,7 @@ def read_header(path: Path, option: str = "--out") -> dict[str, Any]:
     Raises:
       UserError: the folder holds no run or cannot be read, or its log has lost the header.
     """
-    records = [record for _, record in _read(path)]
+    records = [record for _, record in _read(path, option)]
     headers = [record for record in records if record is not None and record["kind"] == "header"]
     if not headers and (records or _has_checkpoints(path)):
         raise UserError(f"{path / _LOG} has lost its header, without which no run goes on: start another run")
@@ -373,7 +374,7 @@ def read_params(path: Path, like: Any) -> tuple[int, Any]:
       like: pytree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
-      UserError: no checkpoint is intact.
+      UserError: no checkpoint is intact, or it cannot be read.
     """
     from te_jax.cli._checkpoints import Checkpoints
 
@@ -386,6 +387,10 @@ def read_params(path: Path, like: Any) -> tuple[int, Any]:
                 return step, checkpoints.restore_part(step, {"loss": {"params": like}})["loss"]["params"]
             except DamagedError as error:
                 damaged[step] = str(error)
+            except Exception as error:  # a damaged file without checksums raises errors of many types
+                if is_out_of_memory(error):
+                    raise
+                raise UserError(f"step {step} of {path} cannot be read ({reason_of(error)})") from error
     raise UserError(f"{path} holds no intact checkpoint ({_list(damaged)}): train it again")
 
 
@@ -393,18 +398,20 @@ def _has_checkpoints(path: Path) -> bool:
     return any((path / _CHECKPOINTS).glob("[0-9]*"))
 
 
-def _read(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def _read(path: Path, option: str = "--out") -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Each record of a folder's log, if there is one, and the offset behind it. None stands for a damaged line.
 
     A last line that a killed process left without its end does not count.
     """
     offset = 0
     try:
+        if (path / _LOG).exists() and not (path / _LOG).is_file():  # a pipe would be waited for
+            raise UserError(f"{option} {path} cannot be read: {_LOG} is no regular file")
         lines = (path / _LOG).open("rb")
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise UserError(f"--out {path} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{option} {path} cannot be read: {error.strerror or error}") from error
     with lines:
         for line in lines:
             if not line.endswith(b"\n"):

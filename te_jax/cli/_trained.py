@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from te_jax._core.terminal import reason_of
-from te_jax.cli import _plan, _run_folder, _text
+from te_jax.cli import _placement, _plan, _run_folder, _text
 from te_jax.cli.errors import UserError
-from te_jax.layers import Router
-from te_jax.models import (
-    DecoderConfig,
-    Experts,
-    Lora,
-    RopeScaling,
-    decoder,
-    from_hf,
-    join_adapters,
-    merge_adapters,
-    split_adapters,
-)
-from te_jax.ops import Activation
+from te_jax.models import DecoderConfig, decoder, from_hf, join_adapters, merge_adapters, split_adapters
 
 
 class Trained(NamedTuple):
@@ -36,6 +22,7 @@ class Trained(NamedTuple):
       tokenizer: None for bytes.
       folder: that of Hugging Face which it comes from, if any.
       name: what it is called, for messages.
+      seq_len: the tokens of a sequence that it was trained on, where it comes from no other model.
     """
 
     config: DecoderConfig
@@ -43,6 +30,7 @@ class Trained(NamedTuple):
     tokenizer: str | None
     folder: Path | None
     name: str
+    seq_len: int | None = None
 
 
 def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
@@ -57,12 +45,7 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
     """
     path = _run_folder.newest_path("--run") if path is None else path
     header = _run_folder.read_header(path, "--run")
-    try:
-        config, options = _config_of(header["model"]), header["options"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"the header of the run in {path} is damaged or of another version ({reason_of(error)})"
-        ) from error
+    config, options = _plan.config_of(path, header), header["options"]
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place),
@@ -75,26 +58,17 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
     elif folder is None:
         raise UserError(f"{path} has adapters of {options.get('from_')}, which is not there: bring the folder back")
     else:
+        base = header["model"].get("base_sha256")
+        if base is not None and base != _plan.sha256_of(folder):
+            raise UserError(
+                f"{folder} holds other weights than those beside which the run in {path} trained its adapters: put the "
+                "files back that were there"
+            )
         step, adapters = _run_folder.read_params(path, split_adapters(like)[0])
         frozen = of_folder(folder, dtype).params
         config, params = merge_adapters(config, join_adapters(adapters, frozen))
-    return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}")
-
-
-def _config_of(model: dict[str, Any]) -> DecoderConfig:
-    """The shape in the header of a run, without what says how it was trained."""
-    names = {field.name for field in dataclasses.fields(DecoderConfig)} - {"recipe", "head_recipe", "offload"}
-    given: dict[str, Any] = {name: value for name, value in model.items() if name in names}
-    if (experts := given.get("experts")) is not None:
-        given["experts"] = Experts(**{**experts, "router": Router(**experts["router"])})
-    if (scaling := given.get("rope_scaling")) is not None:
-        given["rope_scaling"] = RopeScaling(**scaling)
-    if (lora := given.get("lora")) is not None:
-        given["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
-    if isinstance(activation := given.get("activation"), dict):
-        given["activation"] = Activation(**activation)
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return DecoderConfig(**given)
+    seq_len = options.get("seq_len") if options.get("from_") is None else None
+    return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}", seq_len)
 
 
 def of_folder(path: Path, dtype: jax.typing.DTypeLike) -> Trained:
@@ -111,9 +85,7 @@ def of_folder(path: Path, dtype: jax.typing.DTypeLike) -> Trained:
 
 def dtype_of(name: str) -> jnp.dtype:
     """A dtype by its name on the command line, where auto is bfloat16 on GPUs and float32 on CPUs."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
+    return jnp.dtype(_placement.defaults_of(jax.default_backend()).dtype if name == "auto" else name)
 
 
 def tokenizer_of(trained: Trained) -> _text.Tokenizer | None:

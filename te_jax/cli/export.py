@@ -1,7 +1,6 @@
 """`te-jax export`: the model of a run, written as one of Hugging Face."""
 
 import argparse
-import shutil
 from pathlib import Path
 
 from te_jax.cli.errors import UserError
@@ -46,11 +45,16 @@ def run(args: argparse.Namespace) -> int:
 
     trained = _trained.of_run(args.run, args.dtype)
     try:
-        to_hf(args.folder, trained.config, trained.params, like=trained.folder, dtype=args.dtype)
+        to_hf(
+            args.folder,
+            trained.config,
+            trained.params,
+            like=trained.folder,
+            dtype=args.dtype,
+            tokenizer=trained.tokenizer,
+            fields=None if trained.seq_len is None else {"max_position_embeddings": trained.seq_len},
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
-    target = args.folder / "tokenizer.json"
-    if trained.tokenizer is not None and not target.exists():
-        shutil.copyfile(trained.tokenizer, target)
     print(f"{trained.name}, {trained.config.num_parameters:,} parameters in {args.dtype}: {args.folder}")
     return 0

@@ -203,6 +203,7 @@ def _header(plan: Plan) -> dict[str, Any]:
             "head_recipe": _describe(config.head_recipe),
             "num_parameters": config.num_parameters,
             "num_active_parameters": config.num_active_parameters,
+            **({} if plan.options.lora is None else {"base_sha256": _plan.sha256_of(str(plan.options.from_))}),
         },
         "text": {
             "source": plan.text,

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts
-from te_jax.models.safetensors import FolderError
+from te_jax.models.safetensors import FolderError, quoted
 from te_jax.reference.activation import Activation
 
-_UNUSED = (
+UNUSED = (
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings"),
     *("output_router_logits", "return_dict", "output_attentions", "output_hidden_states", "attn_implementation"),
     *("_attn_implementation", "_attn_implementation_autoset", "torchscript", "tokenizer_class", "problem_type"),
     *("id2label", "label2id", "task_specific_params", "chunk_size_feed_forward", "transformers.js_config"),
     *("unsloth_fixed", "unsloth_version", "pretraining_tp"),  # of which the last orders sums
+    *("is_llama_config", "neftune_noise_alpha", "_flash_attn_2_enabled", "max_sequence_length", "sep_token_id"),
+    *("finetuning_task", "prefix", "tf_legacy_loss", "use_bfloat16", "is_decoder", "decoder_start_token_id"),
+    # Of how a text is generated, which transformers 4 wrote into config.json.
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "suppress_tokens"),
+    *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "begin_suppress_tokens"),
 )
 """Fields that change nothing in the model itself."""
 
@@ -33,11 +40,12 @@ class Fields:
     Args:
       given: all of them.
       path: of the file, for errors.
+      ignore: names that `finish` does not refuse; None for all.
     """
 
-    def __init__(self, given: dict[str, Any], path: Any):
-        self._left = {name: value for name, value in given.items() if name not in _UNUSED}
-        self._given, self._path = given, path
+    def __init__(self, given: dict[str, Any], path: Any, ignore: Collection[str] | None = ()):
+        self._left = {name: value for name, value in given.items() if name not in UNUSED}
+        self._given, self._path, self._ignore = given, path, ignore
 
     def error(self, problem: str) -> FolderError:
         return FolderError(f"{self._path}: {problem}")
@@ -74,16 +82,18 @@ class Fields:
         return self._given.get(name)
 
     def finish(self) -> None:
-        """Refuses what nobody read, which may change the model.
+        """Refuses what nobody read, which may change the model. Null and false say that a feature is absent.
 
         Raises:
           FolderError: there is something, by its name.
         """
-        if self._left:
-            names = ", ".join(sorted(map(_shown, self._left))[:5])
+        if self._ignore is None:
+            return
+        left = {name for name, value in self._left.items() if not (value is None or value is False)}
+        if unknown := left.difference(self._ignore):
             raise self.error(
-                f"{names} {'is' if len(self._left) == 1 else 'are'} unknown to te_jax.models and may change the "
-                "model: remove from a copy of the file what does not"
+                f"{quoted(*unknown)} {'is' if len(unknown) == 1 else 'are'} unknown to te_jax.models and may change "
+                "the model: name those that do not in ignore of from_hf, or remove them from a copy of the file"
             )
 
 
@@ -92,12 +102,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def read(given: dict[str, Any], path: Any) -> tuple[Family, DecoderConfig]:
+def read(given: dict[str, Any], path: Any, ignore: Collection[str] | None = ()) -> tuple[Family, DecoderConfig]:
     """What a config.json says.
 
     Args:
       given: its fields.
       path: of the file, for errors.
+      ignore: unknown fields that are no error; None for all.
 
     Raises:
       FolderError: the decoder cannot be this model; the message names the field.
@@ -107,7 +118,7 @@ def read(given: dict[str, Any], path: Any) -> tuple[Family, DecoderConfig]:
     if kind not in FAMILIES:
         raise fields.error(f"model_type is {_shown(kind)}: te_jax.models knows {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    fields = Fields({**family.defaults, **given}, path)
+    fields = Fields({**family.defaults, **given}, path, ignore)
     fields.expect("model_type", kind)
     quantized = fields.take("quantization_config", kind=dict, default=None)
     if quantized is not None and (kind, quantized.get("quant_method")) != ("gpt_oss", "mxfp4"):
@@ -117,6 +128,8 @@ def read(given: dict[str, Any], path: Any) -> tuple[Family, DecoderConfig]:
         )
     fields.expect("attention_dropout", 0.0)
     fields.expect("is_encoder_decoder", False)
+    fields.expect("is_causal", True, None)
+    fields.expect("pruned_heads", {}, None)
     try:
         found = _common(fields) | family.read(fields)
         fields.finish()
@@ -138,19 +151,9 @@ def family_of(config: DecoderConfig) -> Family:
             _, again = read(describe(family, config), "")
         except (FolderError, TypeError, AttributeError):
             continue
-        if architecture(again) == architecture(config):
+        if again.architecture == config.architecture:
             return family
     raise ValueError(f"config is {config!r}, and none of {', '.join(FAMILIES)} has such models")
-
-
-def architecture(config: DecoderConfig) -> DecoderConfig:
-    """A config without what is no property of the model."""
-    experts = config.experts and dataclasses.replace(config.experts, balance_weight=0.0, z_weight=0.0)
-    defaults = {"dtype": "float32", "remat": False, "head_fp8_products": ("dgrad", "wgrad"), "experts": experts}
-    without = ("recipe", "head_recipe", "offload", "attention", "max_segments_per_seq")
-    return dataclasses.replace(
-        config, **defaults, **dict.fromkeys(without), window=config.windows, activation=Activation.of(config.activation)
-    )
 
 
 def describe(family: Family, config: DecoderConfig) -> dict[str, Any]:
@@ -172,6 +175,9 @@ def describe(family: Family, config: DecoderConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else _describe_scaling(config.rope_scaling),
         "tie_word_embeddings": config.tied_head,
+        # The decoder knows none, and without these transformers takes those of the class.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **_describe_length(config.rope_scaling),
         **family.describe(config),
     }
 
@@ -203,7 +209,7 @@ def _common(fields: Fields) -> dict[str, Any]:
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     """The base of rotary wavelengths and how they are stretched: of rope_parameters, or of older fields."""
     given = fields.take("rope_parameters", "rope_scaling", kind=dict, default={})
-    own = Fields(given, f"{fields._path}, of rotary positions")
+    own = Fields(given, f"{fields._path}, of rotary positions", fields._ignore)
     theta = fields.take("rope_theta", kind=(float, int), default=10_000.0)
     theta = own.take("rope_theta", kind=(float, int), default=theta)
     kind = own.take("rope_type", "type", kind=str, default="default")
@@ -239,6 +245,13 @@ def _describe_scaling(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.attention_factor is not None:
         found["attention_factor"] = scaling.attention_factor
     return found
+
+
+def _describe_length(scaling: RopeScaling | None) -> dict[str, int]:
+    """Of positions. Some versions of transformers compute the factor of yarn by it."""
+    if scaling is None or scaling.original_length is None:
+        return {}
+    return {"max_position_embeddings": round(scaling.original_length * scaling.factor)}
 
 
 def _window(fields: Fields) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.models.config import DecoderConfig
+from te_jax.quantized import QuantizedArray
 
 __all__ = ["join_adapters", "merge_adapters", "split_adapters"]
 
@@ -56,11 +57,12 @@ def merge_adapters(config: DecoderConfig, params: dict[str, Any]) -> tuple[Decod
       (config without lora, parameters).
 
     Raises:
-      ValueError: `config` has no lora.
+      ValueError: `config` has no lora, or a kernel is quantized.
     """
     DecoderConfig.check(config)
     if (lora := config.lora) is None:
         raise ValueError("config.lora is None: there are no adapters to merge")
+    refuse_quantized(params)
     adapters, frozen = split_adapters(params)
 
     @jax.jit
@@ -73,3 +75,13 @@ def merge_adapters(config: DecoderConfig, params: dict[str, Any]) -> tuple[Decod
         for layer, own in zip(frozen["layers"], adapters["layers"], strict=True)
     ]
     return dataclasses.replace(config, lora=None), frozen | {"layers": layers}
+
+
+def refuse_quantized(params: Any) -> None:
+    """Raises a ValueError if a parameter is quantized: its values are not those of the model."""
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray)):
+        if isinstance(leaf, QuantizedArray):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is quantized, {leaf!r}: give the parameters that kernels were "
+                "quantized from, as from_hf reads them"
+            )

@@ -265,6 +265,16 @@ class DecoderConfig:
             )
 
     @property
+    def architecture(self) -> "DecoderConfig":
+        """The same with the defaults of all that says how it is computed or trained: equal for equal models."""
+        experts = self.experts and dataclasses.replace(self.experts, balance_weight=0.0, z_weight=0.0)
+        defaults = {"dtype": "float32", "remat": False, "head_fp8_products": ("dgrad", "wgrad"), "experts": experts}
+        without = ("recipe", "head_recipe", "offload", "attention", "max_segments_per_seq")
+        return dataclasses.replace(
+            self, **defaults, **dict.fromkeys(without), window=self.windows, activation=Activation.of(self.activation)
+        )
+
+    @property
     def num_parameters(self) -> int:
         """Number of float32 parameters that `init` makes."""
         return self._parameters(1 if self.experts is None else self.experts.num_experts)

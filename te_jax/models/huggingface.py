@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import itertools
 import json
-import shutil
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,42 @@ from te_jax.models import _hf_families as families
 from te_jax.models import adapters, decoder
 from te_jax.models._hf_families import Tensor
 from te_jax.models.config import DecoderConfig
-from te_jax.models.safetensors import FolderError, Tensors, parse_json, write
+from te_jax.models.safetensors import (
+    FolderError,
+    Tensors,
+    explaining_os_errors,
+    no_model,
+    quoted,
+    read_file,
+    read_json,
+    write,
+)
 
 __all__ = ["config_from_hf", "from_hf", "to_hf"]
 
 _CONFIG = "config.json"
 _MOST_CONFIG_BYTES = 10_000_000
+_TOKENIZER = "tokenizer.json"
 _FLOATS = ("float32", "bfloat16", "float16")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _BESIDE = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("generation_config.json", _TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 """Files of a folder that a model which was trained on keeps."""
 
 
-def config_from_hf(folder: str | Path, **changes: Any) -> DecoderConfig:
+def config_from_hf(folder: str | Path, *, ignore: Collection[str] = (), **changes: Any) -> DecoderConfig:
     """The shape of a model of Hugging Face.
 
     Llama, Mistral, Qwen 2 and 3, Gemma (the first), Mixtral, Qwen 3 MoE and gpt-oss, by the model_type of config.json.
-    A field that the decoder does not know is an error, since it may change the model.
+    A field that the decoder does not know is an error, since it may change the model, unless it is null or false.
 
     Args:
-      folder: with config.json.
+      folder: with config.json. Where its safetensors hold another output head than the embedding, that is read, also if
+        config.json ties the two, as transformers does.
+      ignore: names of fields that the decoder does not know, and which do not change the model.
       changes: fields of `DecoderConfig` that say how the model is computed and not what it is, such as dtype, remat and
         recipe.
 
@@ -53,7 +66,7 @@ def config_from_hf(folder: str | Path, **changes: Any) -> DecoderConfig:
     Examples:
       >>> config = te_jax.models.config_from_hf(folder, dtype="bfloat16")  # doctest: +SKIP
     """
-    return dataclasses.replace(_read_config(Path(folder))[1], **changes)
+    return dataclasses.replace(_read_config(Path(folder), ignore)[1], **changes)
 
 
 def from_hf(
@@ -61,6 +74,7 @@ def from_hf(
     *,
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     shardings: Callable[[DecoderConfig], Any] | None = None,
+    ignore: Collection[str] = (),
     **changes: Any,
 ) -> tuple[DecoderConfig, dict[str, Any]]:
     """A model of Hugging Face: the decoder's shape and its parameters.
@@ -78,8 +92,8 @@ def from_hf(
       param_dtype: float dtype of the parameters.
       shardings: the config → a `jax.sharding.Sharding` for every parameter, in the dicts of `te_jax.models.init`; for
         example by `te_jax.models.param_specs`. None puts all on the default device.
-      changes: as in `config_from_hf`. With `lora` there are adapters besides, those of `te_jax.models.init` with
-        `jax.random.key(0)`, in float32.
+      ignore, changes: as in `config_from_hf`. With `lora` there are adapters besides, those of `te_jax.models.init`
+        with `jax.random.key(0)`, in float32.
 
     Returns:
       (config, parameters as of `te_jax.models.init`).
@@ -88,11 +102,11 @@ def from_hf(
       ValueError: as for `config_from_hf`; or a tensor is missing, unknown, or of another shape than config.json says.
     """
     folder = Path(folder)
-    family, config = _read_config(folder)
+    family, config = _read_config(folder, ignore)
     tensors = Tensors.open(folder)
     # config.json may ask for any number: one more than there are is enough to know that one is missing.
     expected = list(itertools.islice(families.tensors(family, config), len(tensors.types) + 1))
-    _check(folder, tensors, expected, config)
+    _check(folder, tensors, expected, config, family)
     shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     config = dataclasses.replace(config, **changes)
     places = None if shardings is None else shardings(config)
@@ -128,58 +142,76 @@ def to_hf(
     *,
     like: str | Path | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    tokenizer: str | Path | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes parameters of the decoder as a model of Hugging Face, which `from_hf` and transformers read.
 
+    config.json is written last: a folder without it is not finished. After an error no file of the model is left.
+
     Args:
       folder: is made; it holds no model yet.
-      config, params: of the decoder. Parameters may be split over devices of this process.
+      config, params: of the decoder, without adapters and without quantized kernels. Parameters may be split over
+        devices of this process.
       like: a folder with such a model: its config.json is kept but for dtype, and its tokenizer is copied. Without it
-        config.json names the first architecture that has such models.
-      dtype: of the tensors; None for that of each parameter.
+        config.json names the first architecture that has such models, and no tokens that begin or end a text.
+      dtype: of the tensors: float32, bfloat16 or float16; None for that of each parameter.
+      tokenizer: a tokenizer.json, which is copied in the place of that in `like`.
+      fields: of config.json, which say nothing of parameters, such as "max_position_embeddings" and "eos_token_id".
+        Without the first and `like` transformers takes the length of its class, which is 2048 for a llama, unless
+        `config.rope_scaling` has one.
 
     Raises:
-      ValueError: no architecture has such models, `like` holds another one, or `folder` cannot be written or holds a
-        model already.
+      ValueError: no architecture has such models, `like` holds another one, params are not those of config or are
+        quantized, or `folder` cannot be written or holds a model already.
 
     Examples:
       >>> te_jax.models.to_hf("finetuned", config, params, like="Llama-3.2-1B", dtype="bfloat16")  # doctest: +SKIP
     """
     folder, like = Path(folder), None if like is None else Path(like)
-    if (folder / _CONFIG).exists():
-        raise FolderError(f"{folder} already holds a model: choose another folder, or remove the model")
+    with explaining_os_errors(folder, "written"):
+        if (folder / _CONFIG).exists():
+            raise FolderError(f"{folder} already holds a model: choose another folder, or remove the model")
+    if config.lora is not None:
+        raise ValueError("config has lora, and adapters are no part of such a model: call merge_adapters before")
+    if dtype is not None and jnp.dtype(dtype).name not in _FLOATS:
+        raise ValueError(f"dtype is {jnp.dtype(dtype)}: choose one of {', '.join(_FLOATS)}")
+    if unknown := (fields or {}).keys() - families.UNUSED:
+        raise ValueError(f"fields has {quoted(*unknown)}: give what says nothing of parameters, such as eos_token_id")
     if like is None:
         family = families.family_of(config)
-        fields = families.describe(family, config)
+        described = families.describe(family, config)
     else:
-        family, theirs = _read_config(like)
-        if families.architecture(theirs) != families.architecture(config):
+        described = _fields(like)
+        # What from_hf was told to ignore is kept.
+        family, theirs = _read_config(like, None)
+        if theirs.architecture != config.architecture:
             raise ValueError(f"config is {config!r}, and like, {like}, has {theirs!r}: leave like out")
-        fields = {name: value for name, value in _fields(like / _CONFIG).items() if name != "quantization_config"}
+        if config.tied_head != families.read(described, like, None)[1].tied_head:
+            described["tie_word_embeddings"] = config.tied_head
     expected = {tensor.name: tensor for tensor in families.tensors(family, config)}
+    arrays = _arrays(params, expected.values(), config)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in expected.items():
-        param = _at(params, tensor.paths[0])
+        param = arrays[tensor.paths[0]]
         shapes[name] = jax.ShapeDtypeStruct(_file_shape(tensor, param.shape), dtype or param.dtype)
 
     def values(name: str) -> np.ndarray:
         tensor = expected[name]
-        found = [_at(params, path) for path in tensor.paths]
+        parts = [arrays[path] for path in tensor.paths]
         if tensor.expert is not None:
-            found = [jnp.asarray(param)[tensor.expert] for param in found]
+            parts = [jnp.asarray(param)[tensor.expert] for param in parts]
         # Turned on a device, since a host takes ten times as long.
-        return np.asarray(_as_in_file(tuple(found), tensor.form, shapes[name].dtype))
+        return np.asarray(_as_in_file(tuple(parts), tensor.form, shapes[name].dtype))
 
-    write(folder, shapes, values)
     of_all = {shape.dtype.name for shape in shapes.values()}
-    fields = {name: value for name, value in fields.items() if name != "dtype"}
-    fields["torch_dtype"] = next(iter(of_all)) if len(of_all) == 1 else "float32"
-    (folder / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    if like is None:
-        return
-    for name in _BESIDE:
-        if (like / name).is_file():
-            shutil.copyfile(like / name, folder / name)
+    described = {name: value for name, value in described.items() if name not in ("dtype", "quantization_config")}
+    described |= {**(fields or {}), "torch_dtype": next(iter(of_all)) if len(of_all) == 1 else "float32"}
+    sources = {} if like is None else {name: like / name for name in _BESIDE if (like / name).is_file()}
+    sources |= {} if tokenizer is None else {_TOKENIZER: Path(tokenizer)}
+    files = [(name, read_file(path)) for name, path in sources.items()]
+    files.append((_CONFIG, json.dumps(described, indent=2).encode() + b"\n"))
+    write(folder, shapes, values, files=files)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -192,33 +224,80 @@ def _as_in_file(params: tuple[jax.Array, ...], form: str, dtype: np.dtype) -> ja
     return arrays[0].T if form == "transposed" else arrays[0]
 
 
-def _read_config(folder: Path) -> tuple[families.Family, DecoderConfig]:
-    return families.read(_fields(folder / _CONFIG), folder / _CONFIG)
+def _arrays(params: Any, tensors: Collection[Tensor], config: DecoderConfig) -> dict[tuple[Any, ...], Any]:
+    """The parameters that tensors hold, by their paths.
+
+    Raises:
+      ValueError: one is missing, quantized or of another shape, or there are more.
+    """
+    adapters.refuse_quantized(params)
+    shapes, arrays = _param_shapes(config), {}
+    for path in dict.fromkeys(path for tensor in tensors for path in tensor.paths):
+        name = "".join(f"[{entry!r}]" for entry in path)
+        try:
+            arrays[path] = param = _at(params, path)
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"params lacks {name}, which config asks for") from error
+        if getattr(param, "shape", None) != shapes[path[-1]]:
+            raise ValueError(
+                f"params{name} has shape {getattr(param, 'shape', None)}: config asks for {shapes[path[-1]]}"
+            )
+    present = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
+    if more := present - {"".join(f"[{entry!r}]" for entry in path) for path in arrays}:
+        raise ValueError(f"params has {', '.join(sorted(more)[:3])}, which config does not ask for: leave that out")
+    return arrays
 
 
-def _fields(path: Path) -> dict[str, Any]:
+def _read_config(folder: Path, ignore: Collection[str] | None) -> tuple[families.Family, DecoderConfig]:
+    family, config = families.read(_fields(folder), folder / _CONFIG, ignore)
+    return family, dataclasses.replace(config, tied_head=config.tied_head and not _has_other_head(folder))
+
+
+def _has_other_head(folder: Path) -> bool:
+    """Whether files hold an output head that is not the embedding."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise FolderError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(text) > _MOST_CONFIG_BYTES:
-        raise FolderError(f"{path} has more than {_MOST_CONFIG_BYTES} bytes, which no model needs")
-    return parse_json(path, text)
+        tensors = Tensors.open(folder)
+    except FolderError:  # which `from_hf` raises
+        return False
+    if not {_EMBEDDING, _HEAD} <= tensors.types.keys():
+        return False
+    types = [tensors.types[name] for name in (_EMBEDDING, _HEAD)]
+    if types[0].shape != types[1].shape or not {of.dtype.name for of in types} <= {*_FLOATS}:
+        return True
+    embedding, head = (np.atleast_1d(tensors.read(name)) for name in (_EMBEDDING, _HEAD))
+    pieces = (slice(first, first + 1024) for first in range(0, len(head), 1024))
+    return any((head[rows].astype(np.float32) != embedding[rows].astype(np.float32)).any() for rows in pieces)
 
 
-def _check(folder: Path, tensors: Tensors, expected: Sequence[Tensor], config: DecoderConfig) -> None:
+def _fields(folder: Path) -> dict[str, Any]:
+    with explaining_os_errors(folder / _CONFIG, "read"):
+        if not folder.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
+            raise FolderError(
+                f"{folder} is no folder here: if it is a model of the hub, fetch it with "
+                f"`hf download {folder} --local-dir {folder.name}` and give {folder.name}"
+            )
+        if folder.is_dir() and not (folder / _CONFIG).exists():
+            raise no_model(folder, f"it has no {_CONFIG}")
+    return read_json(folder / _CONFIG, _MOST_CONFIG_BYTES)
+
+
+def _check(
+    folder: Path, tensors: Tensors, expected: Sequence[Tensor], config: DecoderConfig, family: families.Family
+) -> None:
     """Refuses tensors that are not those of the parameters."""
     names = {name for tensor in expected for name in _names_in_files(tensors, tensor)}
     if missing := [name for name in names if name not in tensors.types]:
-        raise FolderError(f"{folder} lacks {_some(missing)}, which config.json asks for")
+        if _EMBEDDING.removeprefix("model.") in tensors.types:
+            raise FolderError(
+                f'{folder} holds a base model, whose tensors have no "model." before their names, and no output head: '
+                f"save_pretrained the {family.architecture} that it belongs to"
+            )
+        raise FolderError(f"{folder} lacks {quoted(*missing)}, which config.json asks for")
     # Older files hold tables of rotary positions, and some a tied head beside the embedding.
-    unused = {name for name in tensors.types if name.endswith("rotary_emb.inv_freq")} | {"lm_head.weight"}
+    unused = {name for name in tensors.types if name.endswith("rotary_emb.inv_freq")} | {_HEAD}
     if others := tensors.types.keys() - names - unused:
-        raise FolderError(f"{folder} has {_some(others)}, which config.json does not ask for")
-    vocab, hidden = config.vocab_size, config.hidden_size
-    shapes = {"embedding": (vocab, hidden), "final_norm": (hidden,), "head": (hidden, vocab)}
-    shapes |= config.kernel_shapes | config.other_shapes
+        raise FolderError(f"{folder} has {quoted(*others)}, which config.json does not ask for")
+    shapes = _param_shapes(config)
     for tensor in expected:
         shape = _file_shape(tensor, shapes[tensor.paths[0][-1]])
         if len(parts := _names_in_files(tensors, tensor)) > 1:
@@ -248,9 +327,11 @@ def _check_mxfp4(folder: Path, tensors: Tensors, parts: tuple[str, ...], shape: 
             raise FolderError(f"{folder}: {name} is {found}, and config.json asks for uint8 of shape {wanted}")
 
 
-def _some(names: Any) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter, by the end of its path."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    tables = {"embedding": (vocab, hidden), "final_norm": (hidden,), "head": (hidden, vocab)}
+    return tables | config.kernel_shapes | config.other_shapes
 
 
 def _file_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,11 +17,12 @@ References:
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,14 +30,17 @@ import jax
 import ml_dtypes
 import numpy as np
 
-__all__ = ["FolderError", "Tensors", "parse_json", "write"]
+__all__ = ["FolderError", "Tensors", "explaining_os_errors", "no_model", "quoted", "read_file", "read_json", "write"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_ARRAY_BYTES = 2**63 - 1
+_MOST_NAME_LETTERS = 255
 _MOST_DIMENSIONS = 64  # of a NumPy array
 _PIECE_BYTES = 2**24
+_SAMPLE_BYTES = 2**12
+_SAMPLE_EVERY = 2**22
 
 _DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -88,29 +92,30 @@ class Tensors:
         """Reads and checks all headers, and no tensor.
 
         Args:
-          path: one file; or a folder with model.safetensors or, if it has none, with an index and the files that the
-            index names, which all have to be in this folder.
+          path: one file; or a folder with model.safetensors, or with an index and the files that the index names, which
+            all have to be in this folder.
 
         Raises:
-          FolderError: there are no safetensors, they cannot be read, or a file is damaged.
+          FolderError: there are no safetensors, they cannot be read, a file is damaged, or the folder holds two models.
         """
-        with _explaining_os_errors(path, "read"):
+        with explaining_os_errors(path, "read"):
             if path.suffix == ".safetensors" and path.is_file():
                 return cls([_open_file(path)])
             if not path.is_dir():
                 raise FolderError(f"{path} is no folder and no .safetensors file: give one with {_SINGLE} or {_INDEX}")
-            if (path / _SINGLE).is_file():
-                return cls([_open_file(path / _SINGLE)])
-            if (path / _INDEX).is_file():
-                return cls(_open_indexed(path / _INDEX))
-            if any(path.glob("pytorch_model*.bin")):
+            single, index = path / _SINGLE, path / _INDEX
+            files = _files_of(index) if index.is_file() else {}
+            if not single.is_file():
+                if not index.is_file():
+                    raise no_model(path, f"it has neither {_SINGLE} nor {_INDEX}")
+                return cls(_open_files(index, files))
+            # transformers reads model.safetensors then, and vLLM the files of the index.
+            if files.keys() - {_SINGLE}:
                 raise FolderError(
-                    f"{path} holds pickles (pytorch_model*.bin), which are not read, since that executes code in them: "
-                    "convert them with save_pretrained(folder, safe_serialization=True) of transformers"
+                    f"{path} has {_SINGLE} beside {_INDEX}, which names other files, so it holds two models: move one "
+                    "of them to another folder"
                 )
-            raise FolderError(
-                f"{path} has neither {_SINGLE} nor {_INDEX}: give a folder that save_pretrained of transformers wrote"
-            )
+            return cls([_open_file(single)])
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as a read-only view of its file.
@@ -120,12 +125,26 @@ class Tensors:
         content, entry = self._places[name]
         return np.ndarray(entry.type.shape, entry.type.dtype, buffer=content, offset=entry.begin)
 
+    def digest(self) -> str:
+        """SHA-256 of names, dtypes and shapes, and of a sample of each tensor: 4 KiB of every 4 MiB and the last 4 KiB.
+
+        It does not depend on how tensors are split into files. For 16 GB it reads 20 MB.
+        """
+        digest = hashlib.sha256()
+        for name, (content, entry) in sorted(self._places.items(), key=lambda item: item[0]):
+            digest.update(repr((name, entry.type.dtype.name, entry.type.shape)).encode())
+            last = max(entry.begin, entry.end - _SAMPLE_BYTES)
+            for begin in sorted({*range(entry.begin, entry.end, _SAMPLE_EVERY), last}):
+                digest.update(content[begin : min(begin + _SAMPLE_BYTES, entry.end)])
+        return digest.hexdigest()
+
 
 def write(
     folder: Path,
     types: Mapping[str, jax.ShapeDtypeStruct],
     read: Callable[[str], np.ndarray],
     *,
+    files: Sequence[tuple[str, bytes]] = (),
     largest_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes the tensors of a model, one at a time: `write(folder, tensors.types, tensors.read)` copies all.
@@ -137,6 +156,7 @@ def write(
       folder: is made if it does not exist.
       types: shape and dtype of each tensor, by name.
       read: gives the tensor of a name. Not called for the next one before this one is written and released.
+      files: names and contents of other files, which are written after the tensors, in this order.
       largest_file_bytes: if all tensors together have more bytes, they are split into several files in the order of
         `types`. A larger tensor gets a file of its own.
 
@@ -149,62 +169,69 @@ def write(
             raise ValueError(f"{name} has dtype {tensor.dtype}: safetensors hold {', '.join(map(str, _DTYPE_NAMES))}")
         if name == "__metadata__":
             raise ValueError("a tensor is named __metadata__, which safetensors reserve: rename it")
-    with _explaining_os_errors(folder, "written"):
+    with explaining_os_errors(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
         if any((folder / name).exists() for name in (_SINGLE, _INDEX)):
             raise FolderError(f"{folder} already holds a model: choose another folder, or remove the model")
     groups = _split(types, largest_file_bytes)
-    if len(groups) == 1:
-        return _write_file(folder / _SINGLE, groups[0], read)
-    files: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        file_name = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        _write_file(folder / file_name, group, read)
-        files |= dict.fromkeys(group, file_name)
-    total_size = sum(map(_num_bytes, types.values()))
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
-    with _new_file(folder / _INDEX) as file:
-        file.write(json.dumps(index, indent=2).encode() + b"\n")
+    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    named = dict(zip(names if len(groups) > 1 else [_SINGLE], groups, strict=True))
+    if len(groups) > 1:
+        total_size = sum(map(_num_bytes, types.values()))
+        places = {tensor: name for name, group in named.items() for tensor in group}
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(places.items()))}
+        files = [(_INDEX, json.dumps(index, indent=2).encode() + b"\n"), *files]
+    with explaining_os_errors(folder, "written"), contextlib.ExitStack() as undo:
+        for name, group in named.items():
+            _write_file(folder / name, group, read)
+            undo.callback((folder / name).unlink, missing_ok=True)
+        for name, content in files:
+            with _new_file(folder / name) as file:
+                file.write(content)
+            undo.callback((folder / name).unlink, missing_ok=True)
+        undo.pop_all()
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def _open_indexed(index: Path) -> Iterator[tuple[mmap.mmap, Mapping[str, _Entry]]]:
-    with _explaining_os_errors(index, "read"), index.open("rb") as file:
-        text = file.read(_MOST_HEADER_BYTES + 1)
-    if len(text) > _MOST_HEADER_BYTES:
-        raise FolderError(f"{index} has more than the {_MOST_HEADER_BYTES} bytes that an index may have")
-    files = parse_json(index, text).get("weight_map")
+def _files_of(index: Path) -> Mapping[str, set[str]]:
+    """The tensors of each file that an index names."""
+    files = read_json(index, _MOST_HEADER_BYTES).get("weight_map")
     if not isinstance(files, dict):
         raise FolderError(f"{index} has no weight_map, the object that names the file of each tensor")
     tensors_of: dict[str, set[str]] = {}
     for tensor, file_name in files.items():
         if not isinstance(file_name, str) or not _is_file_of_folder(file_name):
-            raise FolderError(f"{index} places {_quoted(tensor)} in something else than a .safetensors file beside it")
+            raise FolderError(f"{index} places {quoted(tensor)} in something else than a .safetensors file beside it")
         tensors_of.setdefault(file_name, set()).add(tensor)
-    for file_name, expected in tensors_of.items():
+    return tensors_of
+
+
+def _open_files(index: Path, files: Mapping[str, set[str]]) -> Iterator[tuple[mmap.mmap, Mapping[str, _Entry]]]:
+    for file_name, expected in files.items():
         path = index.with_name(file_name)
-        with _explaining_os_errors(path, "read"):
+        with explaining_os_errors(path, "read"):
             if not path.is_file():
                 raise FolderError(f"{path} is missing, but {index.name} names it: download it as well")
         content, entries = _open_file(path)
         if missing := expected - entries.keys():
-            raise FolderError(f"{path} lacks {_quoted(*missing)}, which {index.name} places in it: download both again")
+            raise FolderError(f"{path} lacks {quoted(*missing)}, which {index.name} places in it: download both again")
         if extra := entries.keys() - expected:
             raise FolderError(
-                f"{path} has {_quoted(*extra)}, which {index.name} does not place in it: download both again"
+                f"{path} has {quoted(*extra)}, which {index.name} does not place in it: download both again"
             )
         yield content, entries
 
 
 def _is_file_of_folder(name: str) -> bool:
     # A link in the folder may lead out of it: Hugging Face's cache consists of links. A name may not.
-    return name.endswith(".safetensors") and name.isprintable() and "/" not in name and "\\" not in name
+    plain = name.isprintable() and "/" not in name and "\\" not in name
+    return plain and name.endswith(".safetensors") and len(name) <= _MOST_NAME_LETTERS
 
 
 def _open_file(path: Path) -> tuple[mmap.mmap, Mapping[str, _Entry]]:
-    with _explaining_os_errors(path, "read"), path.open("rb") as file:
+    with explaining_os_errors(path, "read"), path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(8)
         header_bytes = int.from_bytes(start, "little")
@@ -214,7 +241,7 @@ def _open_file(path: Path) -> tuple[mmap.mmap, Mapping[str, _Entry]]:
             raise FolderError(f"{path} ends within its header, after {file_bytes} bytes: download it again")
         if header_bytes > _MOST_HEADER_BYTES:
             raise FolderError(f"{path} has a header of {header_bytes} bytes: at most {_MOST_HEADER_BYTES} are allowed")
-        header = parse_json(path, file.read(header_bytes))
+        header = _parse_json(path, file.read(header_bytes))
         entries = _entries(path, header, 8 + header_bytes)
         end = max((entry.end for entry in entries.values()), default=8 + header_bytes)
         if end > file_bytes:
@@ -229,13 +256,13 @@ def _entries(path: Path, header: dict[str, Any], data_begin: int) -> Mapping[str
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FolderError(f"{path} has a __metadata__ that is not an object of strings")
-    entries = {name: _entry(f"tensor {_quoted(name)} of {path}", entry, data_begin) for name, entry in header.items()}
+    entries = {name: _entry(f"tensor {quoted(name)} of {path}", entry, data_begin) for name, entry in header.items()}
     position = data_begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < position:
-            raise FolderError(f"tensor {_quoted(name)} of {path} overlaps the tensor before it")
+            raise FolderError(f"tensor {quoted(name)} of {path} overlaps the tensor before it")
         if entry.begin > position:
-            raise FolderError(f"{path} has a gap of {entry.begin - position} bytes before tensor {_quoted(name)}")
+            raise FolderError(f"{path} has a gap of {entry.begin - position} bytes before tensor {quoted(name)}")
         position = entry.end
     return entries
 
@@ -249,7 +276,7 @@ def _entry(tensor: str, entry: Any, data_begin: int) -> _Entry:
     if not all(type(number) is int and 0 <= number <= _MOST_ARRAY_BYTES for number in numbers):
         raise FolderError(f"{tensor} has sizes or data_offsets that are not whole numbers from 0 to 2^63 - 1")
     if (dtype := _DTYPES.get(dtype_name)) is None:
-        raise FolderError(f"{tensor} has the unknown dtype {_quoted(dtype_name)}: known are {', '.join(_DTYPES)}")
+        raise FolderError(f"{tensor} has the unknown dtype {quoted(dtype_name)}: known are {', '.join(_DTYPES)}")
     # NumPy counts the bytes of an empty array without its dimensions of 0, and refuses too many.
     if len(shape) > _MOST_DIMENSIONS or math.prod(size or 1 for size in shape) * dtype.itemsize > _MOST_ARRAY_BYTES:
         raise FolderError(f"{tensor} has a larger shape than any array")
@@ -262,12 +289,47 @@ def _entry(tensor: str, entry: Any, data_begin: int) -> _Entry:
     return _Entry(struct, data_begin + begin, data_begin + end)
 
 
-def parse_json(path: Path, text: bytes) -> dict[str, Any]:
+def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     """The object that a JSON file of a stranger holds.
 
     Raises:
-      FolderError: it is no object, names something twice, has NaN or Infinity, or is no JSON.
+      FolderError: as for `read_file`; or it is no object, names something twice, has NaN or Infinity, or is no JSON.
     """
+    return _parse_json(path, read_file(path, most_bytes))
+
+
+def read_file(path: Path, most_bytes: int = 2**30) -> bytes:
+    """The bytes of a file of a stranger.
+
+    Raises:
+      FolderError: there is no such file, it is no regular one, or it has more bytes.
+    """
+    with explaining_os_errors(path, "read"):
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise FolderError(f"{path} is no regular file: put the file itself there")
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise FolderError(f"{path} has more than {most_bytes} bytes, which no model needs")
+    return content
+
+
+def no_model(folder: Path, problem: str) -> FolderError:
+    """The error of a folder that holds no model, which says what it holds instead."""
+    if any((folder / name).is_file() for name in ("adapter_config.json", "adapter_model.safetensors")):
+        return FolderError(
+            f"{folder} holds adapters of PEFT and no model: put them on their base model with PEFT, and "
+            "save_pretrained what merge_and_unload() returns"
+        )
+    if any(folder.glob("pytorch_model*.bin")):
+        return FolderError(
+            f"{folder} holds pickles (pytorch_model*.bin), which are not read, since that executes code in them: "
+            "convert them with save_pretrained(folder, safe_serialization=True) of transformers"
+        )
+    return FolderError(f"{folder} holds no model, {problem}: give a folder that save_pretrained of transformers wrote")
+
+
+def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
     try:
         if not text.startswith(b"{"):
             raise ValueError("it is no object")
@@ -280,7 +342,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names: set[str] = set()
     for name, _ in pairs:
         if name in names:
-            raise ValueError(f"{_quoted(name)} occurs twice")
+            raise ValueError(f"{quoted(name)} occurs twice")
         name.encode()  # which refuses halves of surrogate pairs
         names.add(name)
     return dict(pairs)
@@ -290,7 +352,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _quoted(*names: str) -> str:
+def quoted(*names: str) -> str:
     """The first three names, of which each may be hostile, and how many more there are."""
     shown = [repr(name if len(name) <= 100 else f"{name[:100]}…") for name in sorted(names)[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -343,7 +405,7 @@ def _write_tensor(file: BinaryIO, name: str, tensor: jax.ShapeDtypeStruct, value
 def _new_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name when all of it is on disk."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    with _explaining_os_errors(path, "written"), contextlib.ExitStack() as undo:
+    with explaining_os_errors(path, "written"), contextlib.ExitStack() as undo:
         undo.callback(unfinished.unlink, missing_ok=True)
         with unfinished.open("wb") as file:
             yield file
@@ -365,7 +427,7 @@ def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
 
 
 @contextlib.contextmanager
-def _explaining_os_errors(path: Path, verb: str) -> Iterator[None]:
+def explaining_os_errors(path: Path, verb: str) -> Iterator[None]:
     """Turns errors of the file system into a FolderError that names a path."""
     try:
         yield

@@ -1,7 +1,9 @@
 """`te-jax train --from`, `generate` and `export`: from one folder of Hugging Face to another."""
 
 import dataclasses
+import functools
 import json
+import os
 import shutil
 import sys
 import types
@@ -13,7 +15,10 @@ import pytest
 from runs import losses, records, without_last_checkpoint
 
 from te_jax import models
-from te_jax.cli._run_folder import read_header
+from te_jax.cli import _checkpoints, _plan, train
+from te_jax.cli._options import Options
+from te_jax.cli._run_folder import StoredRun, read_header
+from te_jax.cli.errors import DamagedError, UserError
 from te_jax.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "tokenizers")
@@ -145,6 +150,45 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path, capsys):
     assert losses(tmp_path / "on")[0] < losses(run)[0]
 
 
+def test_adapters_go_with_the_model_that_they_were_trained_beside(folder, tmp_path, capsys):
+    base, run = shutil.copytree(folder, tmp_path / "base"), tmp_path / "run"
+    argv = {"from_": str(base), "lora": 2, "seq_len": 16, "batch": 4, "devices": 1}
+    plan, _ = _plan.decide(Options(**argv))
+    header = json.loads(json.dumps(train._header(plan)))
+    run.mkdir()
+    (run / "log.jsonl").write_text(json.dumps(header) + "\n")
+    export = ["export", str(tmp_path / "new"), "--run", str(run)]
+    resumed = functools.partial(_plan.decide, plan.options, StoredRun(run, header))
+    resumed()
+    assert main(export) == 2
+    assert "run holds no checkpoint yet" in capsys.readouterr().err
+
+    fields = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(UserError, match=r"base holds a model of another shape than the run in .*run began with: give"):
+        resumed()
+    (base / "config.json").write_text(json.dumps(fields))
+    content = bytearray((base / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (base / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"base holds other weights than the run in .*run began with: give the folder"):
+        resumed()
+    assert main(export) == 2
+    assert "base holds other weights than those beside which the run in" in capsys.readouterr().err
+    del header["model"]["base_sha256"]  # as older versions wrote it
+    resumed()
+
+
+def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
+    (tmp_path / "default").mkdir()
+    for name in ("log.jsonl", "checksums.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"--run .* cannot be read: log.jsonl is no regular file"):
+        read_header(tmp_path, "--run")
+    with pytest.raises(DamagedError, match=r"checksums.json is unreadable"):
+        _checkpoints._verify(tmp_path)
+
+
 def test_a_text_ends_where_the_model_says_so(folder, tmp_path, capsys, monkeypatch):
     found = [66, 10, 65, 65, 65, 65, 65, 65]
     monkeypatch.setattr(models, "generate", lambda *_, stop_tokens, **__: np.array([found]) * (stop_tokens == (10, 11)))
@@ -160,6 +204,7 @@ def test_a_text_ends_where_the_model_says_so(folder, tmp_path, capsys, monkeypat
         (["train", "--from", "FOLDER", "--lora", "0"], "--lora is 0: it must be at least 1"),
         (["train", "--from", "FOLDER", "--lora", "2", "--tp", "2"], "--tp 2 does not fit --from FOLDER: adapters"),
         (["train", "--from", "FOLDER", "--tp", "3"], "--tp 3 does not fit --from FOLDER: num_heads is 4"),
+        (["train", "--from", "org/name"], "org/name is no folder here: if it is a model of the hub, fetch it with `hf"),
         (["train", "--from", "nowhere"], "nowhere/config.json cannot be read: No such file"),
         (["generate", "x", "--from", "nowhere"], "nowhere/config.json cannot be read: No such file"),
         (["generate", "", "--from", "FOLDER"], "the text to continue is empty: give at least one character"),

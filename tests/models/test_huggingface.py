@@ -4,8 +4,10 @@ The folders, and what transformers computes of them, are in tests/models/hf; mak
 """
 
 import dataclasses
+import errno
 import functools
 import json
+import os
 import pathlib
 import shutil
 
@@ -34,12 +36,14 @@ from te_jax.models import (
     to_hf,
 )
 from te_jax.models.safetensors import Tensors, write
-from te_jax.ops import Activation
+from te_jax.ops import Activation, quantize
 from te_jax.parallel import FSDP
-from te_jax.recipe import BlockScaling, CurrentScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, Quantization
 
 HF = pathlib.Path(__file__).parent / "hf"
 FOLDERS = sorted(path.name for path in HF.iterdir() if (path / "config.json").is_file())
+
+E4M3 = Quantization(jnp.dtype("float8_e4m3fn"), "tensor", "tensor")
 
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
@@ -284,6 +288,69 @@ def test_a_tokenizer_goes_along(tmp_path):
     }
 
 
+def test_a_config_of_its_own_names_no_tokens_and_the_length_that_it_is_given(tmp_path):
+    scaling = RopeScaling("yarn", factor=8.0, original_length=4096)
+    config = dataclasses.replace(load("llama_tied")[0], rope_scaling=scaling)
+    (tmp_path / "tokens").write_text("[]")
+    params = load("llama_tied")[1]
+    to_hf(tmp_path / "a", config, params, tokenizer=tmp_path / "tokens", fields={"eos_token_id": [3, 4]})
+    fields = fields_of(tmp_path / "a")
+    assert fields["max_position_embeddings"] == 8 * 4096
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (None, [3, 4])
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "[]"
+    assert config_from_hf(tmp_path / "a") == config
+    to_hf(tmp_path / "b", config, params, like=tmp_path / "a", fields={"max_position_embeddings": 64})
+    assert fields_of(tmp_path / "b") == fields | {"max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("synced", "names"), [(3, ["model.safetensors"]), (5, ["model.safetensors", "tokenizer.json"])]
+)
+def test_a_config_is_written_last_and_nothing_is_left_on_a_full_disk(synced, names, tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before, calls = [], []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == synced:  # a file and its folder each time
+            before.extend(path.name for path in (tmp_path / "new").iterdir() if path.suffix != ".tmp")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(FolderError, match="json cannot be written: No space left on device"):
+        to_hf(tmp_path / "new", *load("llama_tied"), tokenizer=tmp_path / "tokenizer.json")
+    assert sorted(before) == names
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def _layer(**changes):
+    params = load("llama_tied")[1]
+    return params | {"layers": [params["layers"][0] | changes, *params["layers"][1:]]}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (
+            lambda: _layer(query=quantize(jnp.ones((32, 32)), E4M3, implementation="reference")),
+            {},
+            r"params\['layers'\]\[0\]\['query'\] is quantized, QuantizedArray\(.*: give the parameters that kernels",
+        ),
+        (lambda: _layer(query_a=jnp.ones((32, 2))), {}, r"params has \['layers'\]\[0\]\['query_a'\], which"),
+        (lambda: _layer(query=jnp.ones((32, 16))), {}, r"\['query'\] has shape \(32, 16\): config asks for \(32, 32\)"),
+        (lambda: load("llama_tied")[1] | {"layers": []}, {}, r"params lacks \['layers'\]\[0\]\['query'\], which"),
+        (_layer, {"dtype": "float8_e4m3fn"}, "dtype is float8_e4m3fn: choose one of float32, bfloat16, float16"),
+        (_layer, {"fields": {"hidden_size": 1}}, "fields has 'hidden_size': give what says nothing of parameters"),
+        (_layer, {"tokenizer": "nowhere"}, "nowhere cannot be read: No such file"),
+    ],
+    ids=["quantized", "adapters", "shape", "missing", "dtype", "fields", "tokenizer"],
+)  # fmt: skip
+def test_parameters_that_are_refused(make, options, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        to_hf(tmp_path / "new", load("llama_tied")[0], make(), **options)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "like", "words"),
     [
@@ -466,12 +533,29 @@ def test_llama_3_8b_is_a_preset(tmp_path):
         ("gpt_oss", {"rope_parameters": {}}, ["sliding_window"], {"rope_theta": 150000.0, "window": (128, None)}),
         ("llama", {"head_dim": None, "num_key_value_heads": None}, [], {"head_dim": 8, "num_kv_heads": 4}),
         ("llama", {"unsloth_fixed": True, "_attn_implementation_autoset": True, "pretraining_tp": 2}, [], {}),
+        ("llama", {"is_llama_config": True, "neftune_noise_alpha": 0.0, "max_length": 20, "do_sample": True}, [], {}),
+        ("llama", {"sliding_window": None, "use_sliding_window": False}, [], {}),
     ],
 )  # fmt: skip
 def test_fields_that_are_left_out_have_the_values_of_transformers(like, changes, remove, wanted, tmp_path):
     config = config_from_hf(folder_with(tmp_path / "new", like, changes, remove))
     wanted = wanted or dataclasses.asdict(load(like)[0])
     assert {field: getattr(config, field) for field in wanted} == {**wanted, **_nested(wanted, config)}
+
+
+def test_unknown_fields_are_ignored_by_their_names(tmp_path):
+    rope = fields_of(HF / "llama_tied")["rope_parameters"]
+    fields = {"unknown": 1, "rope_parameters": rope | {"more": 2}}
+    folder = folder_with(tmp_path / "new", "llama_tied", fields)
+    config, params = from_hf(folder, ignore=("unknown", "more"))
+    assert config == config_from_hf(folder, ignore=("unknown", "more")) == load("llama_tied")[0]
+    to_hf(tmp_path / "again", config, params, like=folder)
+    assert fields_of(tmp_path / "again")["unknown"] == 1
+    for ignore, left in (((), "more"), (("unknown",), "more"), (("more",), "unknown")):
+        with pytest.raises(FolderError, match=f"'{left}' is unknown"):
+            config_from_hf(folder, ignore=ignore)
+    with pytest.raises(FolderError, match="hidden_size is missing"):
+        config_from_hf(folder_with(tmp_path / "less", "llama", remove=["hidden_size"]), ignore=("hidden_size",))
 
 
 def _nested(wanted, config):
@@ -490,7 +574,10 @@ def _yarn(**changes):
     ("like", "changes", "words"),
     [
         ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is unknown to te_jax.models and may change"),
-        ("llama", {"a": 1, "b": 2}, "'a', 'b' are unknown"),
+        ("llama", {"a": 1, "b": 2}, "'a', 'b' are unknown .* name those that do not in ignore of from_hf"),
+        ("llama", {"a": 0}, "'a' is unknown"),
+        ("llama", {"x\x1b" * 10**5: 1}, r"'x\\x1bx.*…' is unknown"),
+        ("llama", {"is_causal": False}, "is_causal is False, and te_jax.models knows True alone"),
         ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "and of such models te_jax.models reads gpt-oss"),
         ("llama", {"model_type": "mamba"}, "model_type is 'mamba': te_jax.models knows llama, mistral"),
         ("llama", {"model_type": ["llama"]}, r"model_type is \['llama'\]: it must be of type str"),
@@ -545,14 +632,14 @@ def _yarn(**changes):
         ("gpt_oss", {"swiglu_limit": 0}, "limit is 0"),
         ("gpt_oss", {"swiglu_limit": "7"}, "swiglu_limit is '7'"),
         # These are configs that no tensors belong to.
-        ("llama", {"num_hidden_layers": 10**9}, r"lacks model.layers.2.\S+, .*, which config.json asks for"),
-        ("mixtral", {"num_local_experts": 10**9}, r"lacks model.layers.0.\S+experts.10.w1.weight"),
+        ("llama", {"num_hidden_layers": 10**9}, r"lacks 'model.layers.2.\S+', .*, which config.json asks for"),
+        ("mixtral", {"num_local_experts": 10**9}, r"lacks 'model.layers.0.\S+experts.10.w1.weight"),
         ("gpt_oss", {"num_local_experts": 10**9}, r"router.weight has shape \(4, 32\), .* \(1000000000, 32\)"),
         ("llama", {"vocab_size": 10**12}, r"embed_tokens.weight has shape \(64, 32\), .* \(1000000000000, 32\)"),
         ("llama", {"intermediate_size": 10**30}, r"gate_proj.weight has shape \(48, 32\), .* \(10{30}, 32\)"),
         ("llama", {"head_dim": 2 * 10**12}, "q_proj.weight has shape"),
-        ("llama", {"num_hidden_layers": 1}, r"has model.layers.1.\S+, .* which config.json does not ask for"),
-        ("llama", {"attention_bias": False}, "has model.layers.0.self_attn.k_proj.bias, .* does not ask for"),
+        ("llama", {"num_hidden_layers": 1}, r"has 'model.layers.1.\S+, .* which config.json does not ask for"),
+        ("llama", {"attention_bias": False}, "has 'model.layers.0.self_attn.k_proj.bias', .* does not ask for"),
     ],
 )  # fmt: skip
 def test_configs_that_are_refused(like, changes, words, tmp_path, monkeypatch):
@@ -578,9 +665,24 @@ def test_files_that_are_no_config(text, words, tmp_path):
         config_from_hf(folder_with(tmp_path / "new", "llama", text=text))
 
 
-def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(FolderError, match=r"config.json cannot be read: No such file"):
-        from_hf(tmp_path)
+def test_folders_without_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, file in (("empty", "README.md"), ("peft", "adapter_config.json"), ("pickle", "pytorch_model.bin")):
+        pathlib.Path(name).mkdir()
+        pathlib.Path(name, file).write_text("{}")
+    pathlib.Path("pipe").mkdir()
+    os.mkfifo("pipe/config.json")  # which would be waited for
+    for folder, words in {
+        "empty": "empty holds no model, it has no config.json: give a folder that",
+        "peft": "holds adapters of PEFT and no model: .* what merge_and_unload",
+        "pickle": "holds pickles",
+        "pipe": "config.json is no regular file",
+        "nowhere": "nowhere/config.json cannot be read: No such file",
+        "org/name-1.5": "is no folder here: .* `hf download org/name-1.5 --local-dir name-1.5`",
+        "x" * 300: "config.json cannot be read: File name too long",
+    }.items():
+        with pytest.raises(FolderError, match=words):
+            from_hf(folder)
 
 
 def _without(name):
@@ -594,25 +696,30 @@ def _with(name, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_without("model.norm.weight"), "lacks model.norm.weight, which config.json asks for"),
-        (_with("model.norm.bias", lambda _: np.zeros(3, np.float32)), "has model.norm.bias, which config.json does"),
+        (_without("model.norm.weight"), "lacks 'model.norm.weight', which config.json asks for"),
+        (_with("model.norm.bias", lambda _: np.zeros(3, np.float32)), "has 'model.norm.bias', which config.json does"),
+        (_with("\x1b[2J" + "a" * 10**6, lambda _: np.zeros(3)), r"has '\\x1b\[2Ja{96}…', which config.json does not"),
+        (lambda arrays: [arrays.update({name.removeprefix("model."): arrays.pop(name)}) for name in [*arrays]],
+         'base model, .* no "model." before .* no output head: save_pretrained the LlamaForCausalLM that it'),
         (_with("lm_head.weight", np.transpose), r"lm_head.weight has shape \(32, 64\), .* asks for \(64, 32\)"),
         (_with("model.norm.weight", lambda x: x[None]), r"model.norm.weight has shape \(1, 32\)"),
         (_with("model.norm.weight", lambda x: x.astype(np.int8)), "has dtype int8, and te_jax.models reads float32"),
     ],
-    ids=["missing", "more", "transposed", "two dimensions", "int8"],
+    ids=["missing", "more", "hostile", "base model", "transposed", "two dimensions", "int8"],
 )  # fmt: skip
 def test_tensors_that_are_refused(change, words, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface.decoder, "init", None)
-    with pytest.raises(FolderError, match=words):
+    with pytest.raises(FolderError, match=words) as error:
         from_hf(_changed(tmp_path / "new", change))
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(
     "change",
     [
         _with("model.layers.0.self_attn.rotary_emb.inv_freq", lambda _: np.zeros(8, np.float32)),
-        _with("lm_head.weight", lambda _: np.zeros((64, 32), np.float32)),
+        lambda arrays: arrays.update({"lm_head.weight": arrays["model.embed_tokens.weight"].astype(np.float32)}),
     ],
     ids=["frequencies", "a head that is tied"],
 )
@@ -620,6 +727,17 @@ def test_tensors_that_are_left(change, tmp_path):
     config, params = from_hf(_changed(tmp_path / "new", change, like="llama_tied"))
     assert config == load("llama_tied")[0]
     assert_equal(params, load("llama_tied")[1])
+
+
+def test_a_head_that_is_not_the_embedding_is_read_whatever_the_config_says(tmp_path, rng):
+    head = rng.normal(size=(64, 32)).astype(np.float32)
+    folder = _changed(tmp_path / "new", _with("lm_head.weight", lambda _: head), like="llama_tied")
+    config, params = from_hf(folder)
+    assert config == config_from_hf(folder) == dataclasses.replace(load("llama_tied")[0], tied_head=False)
+    np.testing.assert_array_equal(params["head"], head.T)
+    to_hf(tmp_path / "again", config, params, like=folder)
+    assert not fields_of(tmp_path / "again")["tie_word_embeddings"]
+    assert_equal(from_hf(tmp_path / "again")[1], params)
 
 
 def _changed(folder, change, like="llama"):

@@ -20,9 +20,11 @@ from te_jax.models import (
     merge_adapters,
     split_adapters,
 )
-from te_jax.recipe import BlockScaling
+from te_jax.ops import quantize
+from te_jax.recipe import BlockScaling, Quantization
 from te_jax.testing import assert_close
 
+E4M3 = Quantization(jnp.dtype("float8_e4m3fn"), "tensor", "tensor")
 CONFIG = dataclasses.replace(PRESETS["nano"], hidden_size=64, mlp_size=128, lora=Lora(4))
 
 
@@ -59,11 +61,17 @@ def test_adapters_compute_what_merged_kernels_do(changes, rng):
     jax.tree.map(np.testing.assert_array_equal, joined, params)
 
 
+def _with_quantized_kernel():
+    params = init(CONFIG, jax.random.key(0))
+    params["layers"][1]["up"] = quantize(params["layers"][1]["up"], E4M3, implementation="reference")
+    return params
+
+
 def test_adapters_start_as_nothing_and_learn(rng):
     params, tokens = init(CONFIG, jax.random.key(0)), jnp.asarray(rng.integers(0, 256, (2, 32)), jnp.int32)
     adapters, frozen = split_adapters(params)
     plain = dataclasses.replace(CONFIG, lora=None)
-    np.testing.assert_array_equal(apply(params, tokens, CONFIG), apply(frozen, tokens, plain))
+    assert_close(apply(params, tokens, CONFIG), apply(frozen, tokens, plain))
     gradients = jax.grad(lambda a: loss(join_adapters(a, frozen), tokens, tokens, CONFIG))(adapters)
     for layer in gradients["layers"]:
         for name, gradient in layer.items():
@@ -100,6 +108,10 @@ def test_gradients_in_fp8_cost_no_weight_gradient(rng):
         (
             lambda: dataclasses.replace(CONFIG, experts=Experts(2, Router(top_k=1))),
             "and experts have no adapters: choose out of",
+        ),
+        (
+            lambda: merge_adapters(CONFIG, _with_quantized_kernel()),
+            r"params\['layers'\]\[1\]\['up'\] is quantized, .*: give the parameters that kernels were quantized from",
         ),
         (
             lambda: merge_adapters(dataclasses.replace(CONFIG, lora=None), {}),

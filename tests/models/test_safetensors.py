@@ -126,10 +126,31 @@ def test_tensors_are_released_before_the_next_is_asked_for(tmp_path):
     assert len(former) == 3
 
 
-def test_model_safetensors_is_preferred_to_an_index(tmp_path):
-    write_arrays(tmp_path, {"a": np.zeros(3, np.int8)})
-    (tmp_path / INDEX).write_text("damaged")
+def test_a_folder_of_two_models_is_refused(tmp_path):
+    write_arrays(tmp_path, {"a": np.zeros(3, np.int8), "b": np.ones(3, np.int8)}, largest_file_bytes=3)
+    write_arrays(tmp_path / "other", {"a": np.zeros(3, np.int8)})
+    (tmp_path / "other" / SINGLE).rename(tmp_path / SINGLE)
+    with pytest.raises(FolderError, match=f"has {SINGLE} beside {INDEX}, which names other files, so it holds two mod"):
+        Tensors.open(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SINGLE}}))
     assert Tensors.open(tmp_path).types.keys() == {"a"}
+
+
+def test_a_digest_is_that_of_the_tensors_wherever_they_lie(rng, tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "_SAMPLE_BYTES", 8)
+    monkeypatch.setattr(safetensors, "_SAMPLE_EVERY", 100)
+    arrays = {"a": rng.normal(size=30), "b": rng.normal(size=2).astype(np.float32), "c": np.zeros((0, 3))}
+
+    def digest(name, arrays, **options):
+        write_arrays(tmp_path / name, arrays, **options)
+        return Tensors.open(tmp_path / name).digest()
+
+    assert digest("one", arrays) == digest("several", arrays, largest_file_bytes=1)
+    first, last = arrays["a"].copy(), arrays["a"].copy()
+    first[0], last[-1] = 0, 0
+    others = [arrays | {"a": first}, arrays | {"a": last}, arrays | {"b": np.zeros(2, np.float32)}]
+    others += [arrays | {"c": np.zeros((0, 4))}, {"d": arrays["a"], **arrays}]
+    assert len({digest(f"{number}", each) for number, each in enumerate([arrays, *others])}) == 6
 
 
 def test_links_out_of_the_folder_are_followed_as_the_cache_of_hugging_face_needs(rng, tmp_path):
@@ -178,7 +199,7 @@ def test_nothing_has_its_final_name_after_an_interrupted_write(tmp_path):
     assert names_in(tmp_path) == []
 
 
-def test_a_full_disk_is_named_and_no_index_remains(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_nothing_remains(tmp_path, monkeypatch):
     synced = []
 
     def fsync(descriptor):
@@ -191,7 +212,7 @@ def test_a_full_disk_is_named_and_no_index_remains(tmp_path, monkeypatch):
         FolderError, match=r"model-00002-of-00002.safetensors cannot be written: No space left on device"
     ):
         write_arrays(tmp_path, {"a": np.zeros(3), "b": np.zeros(3)}, largest_file_bytes=1)
-    assert names_in(tmp_path) == ["model-00001-of-00002.safetensors"]
+    assert names_in(tmp_path) == []
     with pytest.raises(FolderError, match=f"has neither {SINGLE} nor {INDEX}"):
         Tensors.open(tmp_path)
 
@@ -396,7 +417,7 @@ OUTSIDE = "places 'a' in something else than a .safetensors file beside it"
             ]
         ),
         ({"weight_map": {"a": "y.safetensors"}}, "y.safetensors is missing, but .*index.json names it: download it"),
-        ({"weight_map": {"a": "x" * 300 + ".safetensors"}}, "cannot be read: File name too long"),
+        ({"weight_map": {"a": "x" * 10**6 + ".safetensors"}}, OUTSIDE),
         ({"weight_map": {"a": "x.safetensors"}}, "x.safetensors has 'b', which .*index.json does not place in it"),
         (
             {"weight_map": dict.fromkeys("abcdefg", "x.safetensors")},
@@ -414,11 +435,12 @@ def test_a_damaged_or_hostile_index(index, sentence, open_hostile):
     with pytest.raises(FolderError, match=sentence) as error:
         open_hostile({INDEX: text, "x.safetensors": both, "z.safetensors": both})
     assert str(error.value).isprintable()
+    assert len(str(error.value)) < 500
 
 
 def test_a_long_index(open_hostile, monkeypatch):
     monkeypatch.setattr(safetensors, "_MOST_HEADER_BYTES", 100)
-    with pytest.raises(FolderError, match="has more than the 100 bytes that an index may have"):
+    with pytest.raises(FolderError, match="has more than 100 bytes, which no model needs"):
         open_hostile({INDEX: b"{" * 101})
 
 
