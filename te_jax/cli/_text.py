@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from te_jax.cli.errors import UserError
+from te_jax._core.terminal import reason_of
+from te_jax.cli.errors import UserError, note
 
 __all__ = [
     "DEFAULT_TEXT",
@@ -29,6 +31,7 @@ DEFAULT_TEXT = "pydoc_data.topics"
 
 _BETWEEN = b"\n\n"  # documents, and paragraphs of the language reference
 _HELD_OUT = 10  # one part in ten
+_DATA = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 _PIECE = 2**18  # characters of a piece of text that is tokenized by itself
 _PIECES = 64  # tokenized in parallel, and held in the tokenizer's own, large format
 
@@ -63,11 +66,11 @@ class Tokenizer:
         try:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
-            raise UserError("--tokenizer needs the package tokenizers: pip install tokenizers") from error
+            raise UserError(f"{path} is read by the package tokenizers: pip install tokenizers") from error
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises plain `Exception`
-            raise UserError(f"--tokenizer {path} cannot be read: {error}") from error
+            raise UserError(f"{path} cannot be read as a tokenizer: {reason_of(error)}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -124,9 +127,12 @@ def load(source: str | None, tokenizer: Tokenizer | None = None, *, pack: bool =
     else:
         path = Path(source)
         try:
-            source, documents = str(path.resolve()), _read_folder(path) if path.is_dir() else [_read_file(path)]
+            source = str(path.resolve())
+            texts = _read_folder(path) if path.is_dir() else {path: _read_file(path)}
         except OSError as error:
             raise UserError(f"--text {path} cannot be read: {error.strerror or error}") from error
+        _note_data(path, texts)
+        documents = list(texts.values())
     # What is between documents ends the former, so that the text is the same with and without `pack`.
     documents = [document + _BETWEEN for document in documents[:-1]] + documents[-1:]
     if not pack:
@@ -213,11 +219,31 @@ def _read_file(path: Path) -> bytes:
     return data
 
 
-def _read_folder(folder: Path) -> list[bytes]:
+def _note_data(source: Path, texts: dict[Path, bytes]) -> None:
+    """Says that texts which are mostly JSON or tables are read as they are."""
+    data = {path: len(text) for path, text in texts.items() if path.suffix.lower() in _DATA or _is_json(text)}
+    if 2 * sum(data.values()) > sum(map(len, texts.values())):
+        what = source if source in data else f"{source}, with files such as {next(iter(data)).name},"
+        note(
+            f"--text {what} is data and not plain text: the model learns its names of fields, quotes and brackets as "
+            "well. If you want the texts in it alone, write each to a .txt file of a folder, and name the folder"
+        )
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether the first line is a whole object or array of JSON."""
+    line = text.lstrip().split(b"\n", 1)[0]
+    try:
+        return line[:1] in (b"{", b"[") and bool(json.loads(line))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _read_folder(folder: Path) -> dict[Path, bytes]:
     # A folder that cannot be listed raises here; rglob below would pass over it.
     next(folder.iterdir(), None)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
-    texts = [data for data in map(Path.read_bytes, paths) if data and _is_text(data)]
+    texts = {path: data for path in paths if (data := path.read_bytes()) and _is_text(data)}
     if not texts:
         raise UserError(f"--text {folder} is a folder without a text file in it")
     return texts

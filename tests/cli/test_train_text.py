@@ -47,6 +47,28 @@ def test_a_folder_is_its_text_files_in_order_of_their_paths(tmp_path):
     assert _text.load(str(tmp_path)).tokens.ids.tobytes() == b"first\n\nsecond"
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"chat.jsonl": '{"messages": []}\n{"messages": []}\n'}, "chat.jsonl is data and not plain text"),
+        ({"chat": '\n{"text": "one"}\n{"text": "two"}\n'}, "chat is data and not plain text"),
+        ({"table.CSV": "a,b\n1,2\n"}, "table.CSV is data and not plain text"),
+        ({"a.txt": "one", "b.json": "[1,\n2]"}, "with files such as b.json, is data and not plain text"),
+        ({"poem.txt": "{once\nupon}"}, ""),
+        ({"[": "[1] A reference."}, ""),
+        ({"a.py": "a long program", "b.json": "{}"}, ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_note_says_that_data_is_no_plain_text(files, words, tmp_path, capsys):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    _text.load(str(tmp_path / name if len(files) == 1 else tmp_path))
+    note = capsys.readouterr().err
+    assert words in note
+    assert note.count("\n") == bool(words)
+
+
 def documents_of(corpus):
     return np.split(corpus.tokens.ids, np.flatnonzero(corpus.tokens.begins)[1:])
 
@@ -202,10 +224,10 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(monkeypatch):
 
     package = types.SimpleNamespace(Tokenizer=types.SimpleNamespace(from_file=from_file))
     monkeypatch.setitem(sys.modules, "tokenizers", package)
-    with pytest.raises(UserError, match=r"--tokenizer tokenizer\.json cannot be read: expected value at line 1"):
+    with pytest.raises(UserError, match=r"^tokenizer\.json cannot be read as a tokenizer: .*: expected value at"):
         _text.Tokenizer("tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
-    with pytest.raises(UserError, match="--tokenizer needs the package tokenizers: pip install tokenizers"):
+    with pytest.raises(UserError, match=r"^tokenizer\.json is read by the package tokenizers: pip install tokenizers"):
         _text.Tokenizer("tokenizer.json")
 
 
