@@ -76,10 +76,12 @@ def trace(
             kind = (layer, *_types((of_layer, x)))
             if kind not in traced:
                 closed, output = jax.make_jaxpr(lambda p, x, f=layer: f(x, p), return_shape=True)(of_layer, x)
+                if shards is not None:
+                    closed = shards.of_device(closed, of_layer, x)
                 places = tuple(place_of(constant) for constant in closed.consts)
                 traced[kind] = TracedLayer(closed, places, jax.tree.structure(output), kind)
             stack.append(traced[kind])
-            x = layer(x, of_layer)
+            x = traced[kind](constants, of_layer, x)
 
     jax.eval_shape(run, list(params), x)
     return stack, constants

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -102,6 +103,11 @@ class FSDP:
             value = getattr(self, name)
             if value is not None or name == "reduce_dtype":
                 object.__setattr__(self, name, as_dtype(f"{name} is", value, FLOATS, FLOAT_NAMES))
+
+    def __hash__(self) -> int:
+        # Equal values have equal leaves; trees may be of dicts, which have no hash.
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return hash(tuple(tuple(jax.tree.leaves(value)) for value in values))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -286,6 +292,12 @@ class Shards:
         sent = jax.eval_shape(lambda: self.sent(place, params))
         gathered = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent)) * self.fsdp.size
         return max(1, self.fsdp.prefetch_bytes // max(gathered, 1))
+
+    def of_device(self, closed: ClosedJaxpr, params: Any, x: Any) -> ClosedJaxpr:
+        """The program of a layer, which draws random numbers for this device's part of the batch."""
+        leaves = jax.tree.leaves(params, is_leaf=is_parameter)
+        states = jax.tree.leaves([leaf for leaf in leaves if isinstance(leaf, DelayedScalingState)])
+        return sharding.of_this_device(closed, jax.tree.leaves((params, x)), self.fsdp.batch_axes, states)
 
     def keeps(self, place: int) -> bool:
         """Whether the gathered parameters of a layer wait for the backward pass."""

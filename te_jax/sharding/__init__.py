@@ -36,6 +36,7 @@ from te_jax.sharding.layout import (
     take_rows,
 )
 from te_jax.sharding.local_call import INLINE, batched_first
+from te_jax.sharding.retyped import of_this_device
 
 __all__ = [
     "INLINE",
@@ -55,6 +56,7 @@ __all__ = [
     "layout_of_product",
     "mapped_axes",
     "may_be_split",
+    "of_this_device",
     "padded",
     "per_shard",
     "regrouped",

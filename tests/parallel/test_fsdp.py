@@ -215,6 +215,117 @@ def test_layers_in_other_programs(case, mesh, rng):
     assert_same(found, sum_of(of(), params, x), 1e-2)
 
 
+# Layers (x, kernel, kernel that devices share) with branches that they choose by their own tokens.
+SHARED = {
+    "cond": lambda x, kernel, shared: jax.lax.cond(
+        x.sum() > 0, lambda: jnp.tanh(x @ kernel), lambda: jnp.sin(x @ jax.nn.relu(shared))
+    ),
+    "cond that returns it": lambda x, kernel, shared: jnp.sin(
+        x @ (kernel + jax.lax.cond(x.sum() > 0, lambda: 2 * shared, lambda: shared.T))
+    ),
+    "switch in scan": lambda x, kernel, shared: jax.lax.scan(
+        jax.checkpoint(
+            lambda x, i: (
+                jax.lax.switch((x.sum() > 0).astype(int) + i, [lambda: x, *[lambda: jnp.sin(x @ shared)] * 2]),
+                None,
+            )
+        ),
+        jnp.tanh(x @ kernel),
+        jnp.arange(2),
+    )[0],
+}
+
+
+@pytest.mark.parametrize("place", ["closed over", "in x"])
+@pytest.mark.parametrize("case", SHARED)
+def test_gradients_of_what_a_branch_reads_are_summed_outside_of_it(case, place, mesh, rng):
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32)  # noqa: E731
+    kernels, shared = [normal(16, 16), normal(16, 16)], normal(16, 16)
+    x = normal(4, 16) + jnp.array([1.0, 1.0, -1.0, -1.0])[:, None]  # devices take different branches
+    fsdp = FSDP(DEVICES, min_size=1, reduce_dtype="float32", specs=[P("fsdp")] * 2)
+
+    def loss(kernels, shared, x, **options):
+        run = SHARED[case]
+        if place == "in x":
+            layer = lambda x, kernel: (run(x[0], kernel, x[1]), x[1])  # noqa: E731
+            return jnp.sum(apply_layers(layer, kernels, (x, shared), **options)[0] ** 2)
+        return jnp.sum(apply_layers(lambda x, kernel: run(x, kernel, shared), kernels, x, **options) ** 2)
+
+    gradient = jax.grad(functools.partial(loss, fsdp=fsdp, remat=True), argnums=(0, 1))
+    specs = fsdp.specs, P()
+    found = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(*specs, P("fsdp")), out_specs=specs))
+    expected = jax.jit(jax.grad(lambda *a: sum(loss(*a, part) for part in jnp.split(x, DEVICES)), argnums=(0, 1)))
+    assert_same(found(kernels, shared, x), expected(kernels, shared), 1e-5)
+
+
+def test_a_branch_of_devices_has_no_state(mesh, rng):
+    recipe = DelayedScaling()
+    params, x = draw(rng, count=1)
+
+    def reads(x, params):
+        dense = lambda: ops.dense(x["h"], params[0]["up"], recipe=recipe, scaling_state=params[1])[..., :WIDTH]  # noqa: E731
+        return x | {"h": jax.lax.cond(x["mask"].sum() > 0, dense, lambda: x["h"])}
+
+    with pytest.raises(ValueError, match="reads a state of delayed scaling"), jax.set_mesh(mesh):
+        jax.eval_shape(lambda x: apply_layers(reads, [(params[0], recipe.init())], x, fsdp=of(quantize=None)), x)
+
+
+# How a layer finds a key, from one of the step.
+KEYS = {
+    "passed": lambda key, drawn: (lambda x, params: x * drawn(params[1], x), lambda params: (params, key)),
+    "of 32-bit integers": lambda key, drawn: (
+        lambda x, params: x * drawn(params[1], x),
+        lambda params: (params, jax.random.key_data(key)),
+    ),
+    "closed over": lambda key, drawn: (lambda x, params: x * jax.nn.relu(drawn(key, x)), lambda params: params),
+    "made of a seed": lambda key, drawn: (
+        jax.checkpoint(lambda x, params: x * drawn(jax.random.split(jax.random.key(3))[1], x)),
+        lambda params: params,
+    ),
+    "in a loop": lambda key, drawn: (
+        lambda x, params: x * jax.random.poisson(params[1], 3.0, x.shape).astype(x.dtype),
+        lambda params: (params, key),
+    ),
+    "in a branch": lambda key, drawn: (
+        lambda x, params: jax.lax.cond(x.sum() > 0, lambda: x * drawn(params[1], x), lambda: x),
+        lambda params: (params, key),
+    ),
+    "for a branch": lambda key, drawn: (
+        lambda x, params: jax.lax.cond(
+            jax.random.bernoulli(params[1]), lambda: x * params[0][None], lambda: jnp.sin(x)
+        ),
+        lambda params: (params, key),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_each_device_draws_for_its_part_of_the_batch(case, require_devices):
+    """Also where they are replicas; a layer that runs again for its gradient draws the same."""
+    require_devices(8)
+    devices = np.array(jax.devices()[:8]).reshape(2, 4)
+    fsdp = FSDP(4, replica_axis="replica")
+    x, scale = jnp.ones((8, 64)), jnp.full(64, 2.0)
+
+    def run(x, key, fsdp):
+        layer, of_layer = KEYS[case](key, lambda key, x: jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype))
+        return apply_layers(layer, [of_layer(scale)], x, remat=True, fsdp=fsdp)
+
+    @jax.jit
+    def both(x, key):
+        y, backward = jax.vjp(lambda x: run(x, key, fsdp), x)
+        return y, backward(y)[0]
+
+    with jax.set_mesh(Mesh(devices, ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)):
+        y, gradient = jax.device_get(both(x, jax.random.key(1)))
+    assert len({row.tobytes() for row in y}) == (2 if case == "for a branch" else 8)
+    if case != "for a branch":
+        np.testing.assert_array_equal(gradient, y * y)
+    with jax.set_mesh(Mesh(devices[:1, :1], ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)):
+        one = jax.jit(functools.partial(run, fsdp=FSDP(1, replica_axis="replica")))(x, jax.random.key(1))
+    np.testing.assert_array_equal(one, jax.jit(functools.partial(run, fsdp=None))(x, jax.random.key(1)))
+
+
 def test_one_layer_has_the_bits_of_its_whole_kernels(mesh, rng):
     """Where each device multiplies its rows by kernels that one of them has quantized."""
     params, x = draw(rng, count=1)
