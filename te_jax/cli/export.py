@@ -1,8 +1,8 @@
 """`te-jax export`: the model of a run, written as one of Hugging Face."""
 
 import argparse
-from pathlib import Path
 
+from te_jax.cli import _options
 from te_jax.cli.errors import UserError
 
 _DESCRIPTION = """\
@@ -13,10 +13,10 @@ and the tokenizer. transformers reads it, and so does te-jax train --from and te
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `te-jax export` to a parser."""
     parser.description = _DESCRIPTION
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, which holds no model yet")
+    parser.add_argument("folder", type=_options.path, metavar="DIR", help="folder to write, which holds no model yet")
     parser.add_argument(
         "--run",
-        type=Path,
+        type=_options.path,
         metavar="DIR",
         help="folder of the run (the runs/train-… of the highest number)",
     )
