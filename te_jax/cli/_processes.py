@@ -35,6 +35,7 @@ _VARIABLES = (
 _HEARTBEAT_S = 10  # without a sign of life, after which JAX ends the others
 _GOODBYE_MS = 3000
 _MOMENT_S = 0.5
+_SILENCE_S = 10  # of processes that wait for others to start
 _FOREVER_MS = 10**9
 
 _T = TypeVar("_T")
@@ -194,6 +195,9 @@ def _from_environment() -> tuple[int, int]:
 def _initialize() -> None:
     # JAX would handle SIGTERM in a way that Python does not see.
     jax.config.update("jax_enable_preemption_service", False)
+    waiting = threading.Timer(_SILENCE_S, _say_that_it_waits)
+    waiting.daemon = True
+    waiting.start()
     try:
         # Without the address JAX looks for srun's and mpirun's. It would give each process one GPU.
         jax.distributed.initialize(
@@ -208,6 +212,20 @@ def _initialize() -> None:
             f"process {_index} of {_count} does not reach the others ({reason_of(error)}): set JAX_COORDINATOR_ADDRESS "
             "to HOST:PORT in all of them, with the host of process 0 and a port that is free there"
         ) from error
+    finally:
+        waiting.cancel()
+
+
+def _say_that_it_waits() -> None:
+    """On stderr of each process, also of those that print nothing else: those that do not say so are missing."""
+    others = f"processes 1 to {_count - 1}" if _count > 2 else "process 1"
+    awaited = others if is_first() else "process 0 and all others"
+    print(
+        f"te-jax: note: process {_index} of {_count} is waiting for {awaited} at {_coordinator()}: start {_count} "
+        "processes, all with this number and this address",
+        file=sys.__stderr__,
+        flush=True,
+    )
 
 
 def _divide_gpus() -> None:
@@ -245,6 +263,13 @@ def _visible_gpus() -> str:
         cuda.cuDeviceGetUuid_v2(uuid, ctypes.c_int(device))
         found.append(bytes(uuid).hex())
     return " ".join(found)
+
+
+def _coordinator() -> str | None:
+    """HOST:PORT of process 0."""
+    from jax._src import distributed
+
+    return distributed.global_state.coordinator_address
 
 
 def _store() -> Any:

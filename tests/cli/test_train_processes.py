@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import functools
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import sys
 import time
 
 import jax
@@ -24,7 +26,7 @@ from te_jax.cli._run_folder import RunFolder, RunShare
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
 
-ARGV = ["train", *SMALL, "--eval-every", "10", "--checkpoint-every", "10", "--devices", "4"]
+ARGV = ["train", *SMALL, "--eval-every", "10", "--checkpoint-every", "10", "--devices", "4", "--dtype", "float32"]
 REAL = [*ARGV, "--steps", "12", "--pack"]
 LONG = [*ARGV, "--steps", "5000"]  # of train_slowly: nobody waits for its end
 
@@ -268,6 +270,25 @@ def test_an_environment_without_sense_is_refused(variables, words, environment):
     environment(variables)
     with pytest.raises(UserError, match=words):
         _processes._from_environment()
+
+
+@pytest.mark.parametrize(("index", "awaited"), [(0, "processes 1 to 2"), (1, "process 0 and all others")])
+def test_a_process_says_that_it_waits_for_others(index, awaited, monkeypatch):
+    monkeypatch.setattr(_processes, "_coordinator", lambda: "host:1")
+    monkeypatch.setattr(_processes, "_count", 3)
+    monkeypatch.setattr(_processes, "_index", index)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(sys, "__stderr__", io.StringIO())
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    _processes._initialize()
+    assert sys.__stderr__.getvalue() == ""
+    monkeypatch.setattr(_processes, "_SILENCE_S", 0.01)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.5))
+    _processes._initialize()
+    assert sys.__stderr__.getvalue() == (
+        f"te-jax: note: process {index} of 3 is waiting for {awaited} at host:1: start 3 processes, all with this "
+        "number and this address\n"
+    )
 
 
 class Store:
