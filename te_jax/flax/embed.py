@@ -46,7 +46,10 @@ class Embed(nn.Module):
         self.embedding = self.param("embedding", init, shape, self.param_dtype)
 
     def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
-        """The vectors [*inputs' shape, features] of integers in [0, num_embeddings)."""
+        """The vectors [*inputs' shape, features] of integers in [0, num_embeddings).
+
+        As in Flax's layer, -1 is the last vector, and integers from num_embeddings on give NaN.
+        """
         return embed.rows(self.embedding, inputs, self.dtype)
 
     def attend(self, query: jax.typing.ArrayLike) -> Array:

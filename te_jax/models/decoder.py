@@ -206,7 +206,8 @@ def apply(
 
     Args:
       params: what `init` returned for this `config`. Kernels of blocks may be quantized (`requantize`).
-      tokens: integer [batch, time], each in [0, vocab_size).
+      tokens: integer [batch, time], each in [0, vocab_size). As in `jnp.take` and `flax.nnx.Embed`, -1 reads the last
+        row of the embedding, and tokens from vocab_size on make logits NaN.
       config: the shape.
       scaling_state: for delayed scaling: what `init_scaling_state` returned, or a later state.
       segment_ids: integer [batch, time] of packed sequences: a token sees only tokens with its own number; see

@@ -98,7 +98,8 @@ def dot(lhs: Array, rhs: Array, contracting: tuple[Shape, Shape], dtype: jax.typ
 
 
 def take_rows(table: Array, indices: Array) -> Array:
-    """table[indices] [*indices, columns], NaN where an index is out of bounds; split as the indices are."""
+    """table[indices] [*indices, columns], as `jnp.take` gives it: -1 is the last row, and what is out of bounds is NaN.
+    Split as the indices are."""
     indices = as_int32(indices)  # JAX adds the number of rows to negative indices in their own dtype
     if not is_explicit(indices):
         return jnp.take(table, indices, axis=0)
