@@ -90,12 +90,17 @@ ffi::Error Store(PlatformValue platform, AnyBuffer x, AnyBuffer, AnyBuffer stack
   });
 }
 
-ffi::Error EndStore(PlatformValue platform, AnyBuffer, AnyBuffer slots, Result) {
+ffi::Error EndStore(PlatformValue platform, AnyBuffer rows, AnyBuffer, AnyBuffer slots, Result written) {
   constexpr std::string_view kName = "te_offload_end_store";
+  Rules rules(kName);
+  rules.That(written->untyped_data() == rows.untyped_data(), "rows", rows, "share memory with the result");
+  if (rules.broken()) return rules.error();
   const std::shared_ptr<Pass> pass = Passes::All().Find(slots.untyped_data());
   if (pass == nullptr) return NotBegun(kName);
-  Passes::All().Forget(slots.untyped_data());
-  return ToError(kName, pass->EndStore(MakeExecutor(platform)));
+  bool ended = false;
+  const Status status = pass->EndStore(MakeExecutor(platform), BytesOf(rows), ended);
+  if (ended || !status.ok()) Passes::All().Forget(slots.untyped_data());
+  return ToError(kName, status);
 }
 
 ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer kept, Result, Result x,
@@ -122,7 +127,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_begin_fetch, BeginFetch,
                               (Buffers<3, 2>().Attr<int64_t>("stacked").Attr<ffi::Span<const int64_t>>("sizes")));
 // token, stack, slots, kept -> token, x; writes slots
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_fetch, Fetch, (Buffers<4, 2>().Attr<int64_t>("piece")));
-// token, slots -> token
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_end_store, EndStore, (Buffers<2, 1>()));
+// rows, token, slots -> rows, in the same memory: called for stack and kept, each of which is written then
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_end_store, EndStore, (Buffers<3, 1>()));
 
 }  // namespace te::offload

@@ -82,19 +82,20 @@ struct Memory {
 
 // One way over all rows: a forward pass stores them, first to last, and a backward pass fetches them, last to first.
 // Calls come in that order for each piece, which the loop's own data flow sees to: the pass counts them, because a
-// handler does not see the loop's index. It refuses one too many, and another stack.
+// handler does not see the loop's index. It refuses one too many, and memory that is not where it was.
 class Pass {
  public:
   Pass(Direction direction, Layout layout);
 
-  // A pass that fetches begins to fetch as many rows as there are slots.
+  // Copies nothing: a loop that XLA leaves out would not wait for the copies.
   Status Begin(const Executor& executor, const Memory& memory);
   // x [sizes[piece]] becomes a piece of the next row.
   Status Store(const Executor& executor, const Memory& memory, int64_t piece, const void* x, int64_t bytes);
-  // x becomes that piece of the next row.
+  // x becomes that piece of the next row. The first call begins to fetch as many rows as there are slots.
   Status Fetch(const Executor& executor, const Memory& memory, int64_t piece, void* x, int64_t bytes);
-  // All rows were stored: the executor waits for the last copies.
-  Status EndStore(const Executor& executor);
+  // All rows were stored: the executor waits for the last copies. Called once for the stack and once for the rows that
+  // stay, in any order; `ended` after both.
+  Status EndStore(const Executor& executor, const char* rows, bool& ended);
   Status WaitForAll(const Executor& executor);
   bool complete() const;
   const Layout& layout() const { return layout_; }
@@ -105,7 +106,8 @@ class Pass {
     bool stays;
     int64_t row;
   };
-  Status Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, Place& place);
+  Status Next(Direction direction, const Memory& memory, int64_t piece, int64_t bytes, Place& place);
+  Status FetchFirst(const Executor& executor, const Memory& memory);
   Status FetchAhead(const Executor& executor, const Memory& memory, int64_t piece, int64_t row);
   // Of a row of the stack.
   Copied& copied(int64_t row, int64_t piece);
@@ -115,8 +117,11 @@ class Pass {
   Direction direction_;
   Layout layout_;
   const char* stack_ = nullptr;  // of the first call that has one
-  std::vector<int64_t> done_;    // rows of each piece
-  std::vector<Copied> copied_;   // of each slot and piece
+  const char* kept_ = nullptr;
+  bool stack_ended_ = false;
+  bool kept_ended_ = false;
+  std::vector<int64_t> done_;   // rows of each piece
+  std::vector<Copied> copied_;  // of each slot and piece
 };
 
 // The passes under way, by their slots: each execution of a loop has memory of its own for these while it runs, and

@@ -30,8 +30,12 @@ char* Pass::Slot(const Memory& memory, int64_t row, int64_t piece) const {
 
 Status Pass::Begin(const Executor& executor, const Memory& memory) {
   if (Disturbance() > 0) TE_JAX_TRY(Poison(executor, memory.slots, layout_.slots * layout_.row_bytes));
-  if (direction_ == Direction::kStore) return Status::Ok();
-  stack_ = memory.stack;
+  kept_ = memory.kept;
+  if (direction_ == Direction::kFetch) stack_ = memory.stack;
+  return Status::Ok();
+}
+
+Status Pass::FetchFirst(const Executor& executor, const Memory& memory) {
   for (int64_t row = layout_.stacked - 1; row >= 0 && row >= layout_.stacked - layout_.slots; --row) {
     for (size_t piece = 0; piece < layout_.sizes.size(); ++piece) {
       TE_JAX_TRY(FetchAhead(executor, memory, static_cast<int64_t>(piece), row));
@@ -45,7 +49,7 @@ Status Pass::FetchAhead(const Executor& executor, const Memory& memory, int64_t 
                     layout_.sizes[piece], copied(row, piece));
 }
 
-Status Pass::Next(Direction direction, const char* stack, int64_t piece, int64_t bytes, Place& place) {
+Status Pass::Next(Direction direction, const Memory& memory, int64_t piece, int64_t bytes, Place& place) {
   if (direction != direction_) {
     return Status::Failed(direction == Direction::kStore ? "these slots are of a pass that fetches"
                                                          : "these slots are of a pass that stores");
@@ -53,8 +57,9 @@ Status Pass::Next(Direction direction, const char* stack, int64_t piece, int64_t
   if (piece < 0 || piece >= static_cast<int64_t>(done_.size()) || bytes != layout_.sizes[piece]) {
     return Status::Failed("rows have no piece " + std::to_string(piece) + " of " + std::to_string(bytes) + " bytes");
   }
-  if (stack_ == nullptr) stack_ = stack;
-  if (stack_ != stack) return Status::Failed("the stack is another one than before in this pass");
+  if (stack_ == nullptr) stack_ = memory.stack;
+  if (stack_ != memory.stack) return Status::Failed("the stack is another one than before in this pass");
+  if (kept_ != memory.kept) return Status::Failed("the kept rows are other ones than before in this pass");
   if (done_[piece] == layout_.rows()) {
     return Status::Failed("all " + std::to_string(layout_.rows()) + " rows were " +
                           (direction == Direction::kStore ? "stored" : "fetched") + " before");
@@ -69,7 +74,7 @@ Status Pass::Next(Direction direction, const char* stack, int64_t piece, int64_t
 
 Status Pass::Store(const Executor& executor, const Memory& memory, int64_t piece, const void* x, int64_t bytes) {
   Place place{};
-  TE_JAX_TRY(Next(Direction::kStore, memory.stack, piece, bytes, place));
+  TE_JAX_TRY(Next(Direction::kStore, memory, piece, bytes, place));
   const int64_t row = place.row;
   if (place.stays) return CopyInOrder(executor, In(memory.kept, row, piece), x, bytes);
   TE_JAX_TRY(WaitFor(executor, copied(row, piece)));
@@ -80,7 +85,9 @@ Status Pass::Store(const Executor& executor, const Memory& memory, int64_t piece
 
 Status Pass::Fetch(const Executor& executor, const Memory& memory, int64_t piece, void* x, int64_t bytes) {
   Place place{};
-  TE_JAX_TRY(Next(Direction::kFetch, memory.stack, piece, bytes, place));
+  const bool first = std::ranges::all_of(done_, [](int64_t rows) { return rows == 0; });
+  TE_JAX_TRY(Next(Direction::kFetch, memory, piece, bytes, place));
+  if (first) TE_JAX_TRY(FetchFirst(executor, memory));
   const int64_t row = place.row;
   if (place.stays) return CopyInOrder(executor, x, In(memory.kept, row, piece), bytes);
   TE_JAX_TRY(WaitFor(executor, copied(row, piece)));
@@ -92,12 +99,15 @@ bool Pass::complete() const {
   return std::ranges::all_of(done_, [this](int64_t rows) { return rows == layout_.rows(); });
 }
 
-Status Pass::EndStore(const Executor& executor) {
+Status Pass::EndStore(const Executor& executor, const char* rows, bool& ended) {
   if (direction_ != Direction::kStore) return Status::Failed("these slots are of a pass that fetches");
   if (!complete()) {
     return Status::Failed("the pass ends after " + std::to_string(std::ranges::min(done_)) + " of " +
                           std::to_string(layout_.rows()) + " rows");
   }
+  if (rows != stack_ && rows != kept_) return Status::Failed("the pass ends with other rows than it has stored");
+  (rows == stack_ ? stack_ended_ : kept_ended_) = true;
+  ended = stack_ended_ && kept_ended_;
   return WaitForAll(executor);
 }
 

@@ -70,6 +70,12 @@ _once_p.def_impl(lambda *operands, **params: jax.jit(lambda *operands: _once_p.b
 
 
 def _lower_once(ctx, *operands, target, types, attributes):
+    # Of `jax.shard_map` it has no number of devices. XLA would split what the handlers take for whole.
+    if getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
+        raise ValueError(
+            f"{target} copies what one device has, and arrays of this program are on several devices: call scan_layers "
+            "with offload inside of jax.shard_map, or pass Offload(implementation='xla')"
+        )
     given = {name: np.int64(value) if isinstance(value, int) else np.array(value) for name, value in attributes}
     return jax.ffi.ffi_lowering(target, has_side_effect=True)(ctx, *operands, **given)
 

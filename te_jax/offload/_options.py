@@ -122,7 +122,17 @@ class Offload:
         return (layer + 1) * keep // count > layer * keep // count
 
     def stores_in_fp8(self, residual: Residual) -> bool:
-        """Whether the residual, which leaves, is stored in FP8."""
-        if residual.dtype.name not in ("float32", "bfloat16", "float16") or not residual.shape:
+        """Whether the residual, which leaves, is stored in FP8.
+
+        Raises:
+          ValueError: it is float64, and should be.
+        """
+        chosen = self.quantize if isinstance(self.quantize, bool) else not residual.names.isdisjoint(self.quantize)
+        if not chosen or not residual.shape:
             return False
-        return self.quantize if isinstance(self.quantize, bool) else not residual.names.isdisjoint(self.quantize)
+        if residual.dtype == np.float64:
+            raise ValueError(
+                f"offload has quantize={self.quantize!r}, and {residual} is not quantized: FP8 is for float32, "
+                "bfloat16 and float16. Name the other residuals in quantize, or convert this one"
+            )
+        return residual.dtype.name in ("float32", "bfloat16", "float16")

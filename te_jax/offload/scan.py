@@ -7,8 +7,12 @@ streams of its own, and its copies cross iterations:
     backward   a row is fetched to a slot one layer ahead or more, and copied from there when its layer begins
 
 XLA owns all memory, as values that the loops close over: the stack, the slots, and the rows that stay on the device.
-Handlers write them unseen by XLA, for which they are operands. That is right because a value lives as long as anyone
-may use it: a token goes from call to call, and every call takes the values along.
+Handlers write them unseen by XLA, for which they are operands of calls that a token orders. So XLA must make no copy of
+them within a pass, and must not read them before its end:
+
+    the first call of a pass depends on all that the layers read, so no loop around it keeps the memory for several
+    the last calls return the stack and the kept rows, aliased, so what reads these comes later: loops stack residuals
+    handlers compare addresses, and end the program where memory moved within a pass
 """
 
 from __future__ import annotations
@@ -21,9 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, partial_eval
 
 from te_jax import native, sharding
 from te_jax._core.batching import refuse_batches
+from te_jax._core.platforms import by_platform
+from te_jax.offload._loops import refuse_loops
 from te_jax.offload._options import Offload
 from te_jax.offload._plan import (
     NOTHING,
@@ -171,7 +179,7 @@ class _XlaMemory:
     def end_store(self, after: Any) -> _XlaMemory:
         return self
 
-    def begin_fetch(self, rows: _Rows) -> _XlaMemory:
+    def begin_fetch(self, rows: _Rows, after: Any) -> _XlaMemory:
         return self
 
     def store(self, piece: int, value: Array) -> tuple[_XlaMemory, Array | None]:
@@ -182,25 +190,33 @@ class _XlaMemory:
         return self, jax.device_put(stored, _DEVICE)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("token", "stack", "slots", "kept"), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("stack", "kept", "slots", "token"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class _Memory:
     """What the extension copies between.
 
     Attributes:
-      token: int32[1], which orders its calls; the rest are the same values in all of them.
       stack: uint8 [layers - keep, row_bytes], in host memory.
-      slots: uint8 [slots, row_bytes], or None between the passes.
       kept: uint8 [keep, row_bytes], the rows that stay on the device.
+      slots: uint8 [slots, row_bytes], or None between the passes.
+      token: int32[1], which orders the calls of a pass, or None between the passes; the rest are the same values in all
+        of them.
     """
 
-    token: Array
     stack: Array
-    slots: Array | None
     kept: Array
+    slots: Array | None = None
+    token: Array | None = None
+
+    @property
+    def _under_way(self) -> tuple[Array, Array]:
+        assert self.token is not None
+        assert self.slots is not None
+        return self.token, self.slots
 
     @classmethod
-    def begin_store(cls, rows: _Rows, axes: frozenset[str]) -> _Memory:
+    def begin_store(cls, rows: _Rows, after: Any) -> _Memory:
+        """Memory that waits for `after`, all that the layers read."""
         stacked, row = rows.count - rows.keep, rows.row_bytes
 
         def begin(token: Array, in_host: int) -> tuple[Array, ...]:
@@ -211,43 +227,92 @@ class _Memory:
         def on_cuda(token: Array) -> tuple[Array, ...]:
             *others, _ = begin(token, 0)
             # XLA allocates it in host memory. The extension's own results are always on the device.
-            stack = sharding.varying_over(lax.empty((stacked, row), jnp.uint8), axes)
+            stack = sharding.varying_over(lax.empty((stacked, row), jnp.uint8), sharding.varying_axes(token))
             return *others, jax.device_put(stack, _HOST)
 
+        # Not `lax.platform_dependent`: JAX would take `empty`, which has no operand, out of loops around this one.
         def elsewhere(token: Array) -> tuple[Array, ...]:
             *others, stack = begin(token, stacked)
             return *others, jax.device_put(stack, _HOST)
 
-        token = sharding.varying_over(jnp.zeros((1,), jnp.int32), axes)
-        token, slots, kept, stack = lax.platform_dependent(token, cuda=on_cuda, default=elsewhere)
-        return cls(token, stack, slots, kept)
+        reason = (
+            "scan_layers with offload under jax.vmap: map inside of the layer, or pass Offload(implementation='xla')"
+        )
+        token = _token(refuse_batches(after, reason))
+        token, slots, kept, stack = by_platform([token], cuda=on_cuda, default=elsewhere)
+        return cls(stack, kept, slots, token)
 
     def end_store(self, after: Any) -> _Memory:
         """The last copies have ended, and may last until `after` is computed."""
-        assert self.slots is not None
-        token, _ = together(self.token, after)
-        (token,) = native.call("te_offload_end_store", (token,), token, self.slots)
-        return dataclasses.replace(self, token=token, slots=None)
+        token, slots = self._under_way
+        token, _ = together(token, after)
 
-    def begin_fetch(self, rows: _Rows) -> _Memory:
-        results = self.token, jax.ShapeDtypeStruct((rows.slots, rows.row_bytes), jnp.uint8)
-        operands, stacked = (self.token, self.stack, self.kept), rows.count - rows.keep
+        def written(rows: Array) -> Array:
+            # One result: XLA takes all aliased results of a call that has one in host memory for such.
+            return native.call("te_offload_end_store", (rows,), rows, token, slots, aliases={0: 0})[0]
+
+        return _Memory(written(self.stack), written(self.kept))
+
+    def begin_fetch(self, rows: _Rows, after: Any) -> _Memory:
+        token = _token((after, self))
+        results = token, jax.ShapeDtypeStruct((rows.slots, rows.row_bytes), jnp.uint8)
+        operands, stacked = (token, self.stack, self.kept), rows.count - rows.keep
         token, slots = native.call_once("te_offload_begin_fetch", results, *operands, stacked=stacked, sizes=rows.sizes)
         return dataclasses.replace(self, token=token, slots=slots)
 
     def store(self, piece: int, value: Array) -> tuple[_Memory, Array | None]:
         # The barrier: XLA may give a call that reads a slice a kernel of its own, and call it twice.
         value = lax.optimization_barrier(value)
-        assert self.slots is not None
-        operands = value, self.token, self.stack, self.slots, self.kept
-        (token,) = native.call("te_offload_store", (self.token,), *operands, piece=piece)
+        token, slots = self._under_way
+        operands = value, token, self.stack, slots, self.kept
+        (token,) = native.call("te_offload_store", (token,), *operands, piece=piece)
         return dataclasses.replace(self, token=token), None
 
     def fetch(self, piece: int, type_: Any, stored: Array | None) -> tuple[_Memory, Array]:
-        assert self.slots is not None
-        operands = self.token, self.stack, self.slots, self.kept
-        token, value = native.call("te_offload_fetch", (self.token, type_), *operands, piece=piece)
+        token, slots = self._under_way
+        operands = token, self.stack, slots, self.kept
+        token, value = native.call("te_offload_fetch", (token, type_), *operands, piece=piece)
         return dataclasses.replace(self, token=token), value
+
+
+def _token(after: Any) -> Array:
+    token = sharding.varying_over(jnp.zeros((1,), jnp.int32), sharding.varying_axes(after))
+    return together(token, after)[0]
+
+
+def _beside(x: Any, memory: Any) -> tuple[Any, Any]:
+    """`together`, of a pass that JAX leaves out as a whole where nothing reads its rows, as `jax.checkpoint` needs it.
+
+    A pass that is there must end: its copies would write to memory that XLA has given to others.
+    """
+    if not jax.tree.leaves(memory):
+        return x, memory
+    leaves, structure = jax.tree.flatten((x, memory))
+    return structure.unflatten(_beside_p.bind(*leaves, count=len(jax.tree.leaves(x))))
+
+
+_beside_p = Primitive("te_offload_beside")
+_beside_p.multiple_results = True
+_beside_p.def_abstract_eval(lambda *avals, count: list(avals))
+
+
+def _together(*leaves: Array, count: int) -> list[Array]:
+    return [leaf for part in together(leaves[:count], leaves[count:]) for leaf in part]
+
+
+def _used_beside(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    if any(used[eqn.params["count"] :]):
+        return [True] * len(used), eqn
+    if not any(used):
+        return used, None
+    invars, outvars = (
+        [var for var, is_used in zip(v, used, strict=True) if is_used] for v in (eqn.invars, eqn.outvars)
+    )
+    return used, eqn.replace(invars=invars, outvars=outvars, params={"count": len(outvars)})
+
+
+mlir.register_lowering(_beside_p, mlir.lower_fun(_together, multiple_results=True))
+partial_eval.dce_rules[_beside_p] = _used_beside
 
 
 # The passes
@@ -286,14 +351,9 @@ def _forward(
     wanted = tuple(leaf.perturbed for leaf in [constants[place] for place in layer.constants])
     wanted += tuple(leaf.perturbed for leaf in jax.tree.leaves(params))
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
-    if is_native:
-        x = refuse_batches(
-            x, "scan_layers with offload under jax.vmap: map inside of the layer, or pass Offload(implementation='xla')"
-        )
     rows = _rows(layer, count, offload, wanted, constants, params, x)
     own = [constants[place] for place in layer.constants]
-    axes = sharding.varying_axes(own, params, x)
-    memory = _Memory.begin_store(rows, axes) if is_native and rows.leaving else _XlaMemory()
+    memory = _Memory.begin_store(rows, (own, params, x)) if is_native and rows.leaving else _XlaMemory()
 
     def step(carry: tuple[Any, Any], of_layer: Any) -> tuple[Any, Any]:
         x, memory = carry
@@ -315,14 +375,17 @@ def _forward(
         for piece, leaf in enumerate(rows.leaves_of_x.values()):
             memory = leaves(piece, leaves_of_x[leaf], memory)
         # Copies of x begin before the layer does.
-        x, memory = together(x, memory)
+        x, memory = _beside(x, memory)
         x, residuals = rows.plan.run(jax.tree.leaves((own, of_layer)), x)
         for piece in range(len(rows.leaves_of_x), len(rows.leaving)):
             memory = leaves(piece, residuals[rows.leaving[piece]], memory)
-        return (x, memory), ([residuals[place] for place in rows.here], stored, scales)
+        here = [residuals[place] for place in rows.here]
+        return (x, memory), (refuse_loops(here, inside=True), stored, scales)
 
     (x, memory), (here, stored, scales) = lax.scan(step, (x, memory), params)
-    return x, _Kept(constants, params, here, stored, scales, memory.end_store(x), rows)
+    x, memory = _beside(x, memory.end_store(x))
+    memory, stored = refuse_loops((memory, stored))
+    return x, _Kept(constants, params, here, stored, scales, memory, rows)
 
 
 def _rows(
@@ -354,7 +417,7 @@ def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, 
     floats = [place for place, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
     own = [kept.constants[place] for place in plan.constants]
     of_constants = [place for place in plan.differentiated if place < len(own)]
-    memory = kept.memory.begin_fetch(rows) if rows.leaving else kept.memory
+    memory = kept.memory.begin_fetch(rows, cotangent) if rows.leaving else kept.memory
 
     def step(carry: tuple[Any, ...], of_layer: tuple[Any, ...]) -> tuple[Any, Any]:
         of_x, sums, memory = carry

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from te_jax.offload._loops import refuse_loops
 from te_jax.offload._options import Offload
 from te_jax.offload._plan import (
     NOTHING,
@@ -221,7 +222,8 @@ def _forward(
         _, x = together(in_fp8, x)
         leaving |= {place: cast(Array, value.data) for place, value in in_fp8.items()}
         scales = {place: dataclasses.replace(value, data=None) for place, value in in_fp8.items()}
-        kept.append(_Kept(here, _store(leaving, slots), scales, None if shards is None else (own, params[place]), plan))
+        stored = refuse_loops(_store(leaving, slots))
+        kept.append(_Kept(here, stored, scales, None if shards is None else (own, params[place]), plan))
     return x, kept
 
 

@@ -583,7 +583,7 @@ def offload(draw: Draw) -> Call:
         attributes = {"stacked": stacked, "sizes": np.array(sizes, np.int64)}
         return Call("te_offload_begin_store", [token], results, attributes)
     if target == "end_store":
-        return Call("te_offload_end_store", [token, memory[0]], [token], {})
+        return Call("te_offload_end_store", [memory[2], token, memory[0]], [memory[2]], {}, aliases={0: 0})
     x, others = ((sizes[0],), U8), [token, memory[2], memory[0], memory[1]]
     if target == "store":
         return Call("te_offload_store", [x, *others], [token], {"piece": 0})

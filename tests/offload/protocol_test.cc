@@ -68,7 +68,12 @@ class Execution {
         std::memset(x.data(), 0, x.size());
       }
     }
-    Must(pass->EndStore(executor_).ok() == (rows == layout.rows()), "a pass ends when its rows are stored, not before");
+    bool ended = false;
+    for (const char* const written : {memory.stack, memory.kept}) {
+      const bool ends = pass->EndStore(executor_, written, ended).ok();
+      Must(ends == (rows == layout.rows()), "a pass ends when its rows are stored, not before");
+    }
+    Must(ended == (rows == layout.rows()), "a pass ends with its stack and the rows that stay");
     Must(!pass->Fetch(executor_, memory, 0, stored_[0][0].data(), layout.sizes[0]).ok(), "a pass that stores fetches");
   }
 

@@ -186,18 +186,23 @@ def begun(**attributes):
     return native.call_once("te_offload_begin_store", (TOKEN, *shapes), TOKEN, **attributes)
 
 
-def stores(count, *, piece=0, size=PIECE, ends=True, another=False):
-    token, slots, last, stack = begun()
+def stores(count, *, piece=0, size=PIECE, ends=("stack", "kept"), another=False):
+    token, slots, kept, stack = begun()
     for number in range(count):
         own = stack | jnp.uint8(1) if another and number else stack
-        operands = jnp.full((size,), number, jnp.uint8), token, own, slots, last
+        operands = jnp.full((size,), number, jnp.uint8), token, own, slots, kept
         (token,) = native.call("te_offload_store", (TOKEN,), *operands, piece=piece)
-    return native.call("te_offload_end_store", (TOKEN,), token, slots) if ends else (token,)
+    rows = {"stack": stack, "kept": kept, "slots": slots}
+    return tuple(end(rows[name], token, slots) for name in ends) or (token,)
+
+
+def end(rows, token, slots):
+    return native.call("te_offload_end_store", (rows,), rows, token, slots, aliases={0: 0})[0]
 
 
 def never_begun():
     slots = jnp.zeros((2, PIECE), jnp.uint8)
-    return native.call("te_offload_end_store", (TOKEN,), TOKEN, slots)
+    return end(slots, TOKEN, slots | jnp.uint8(1))
 
 
 def fetches(count):
@@ -214,8 +219,9 @@ def fetches(count):
     [
         (lambda: stores(5), "all 4 rows were stored before"),
         (lambda: stores(3), "the pass ends after 3 of 4 rows"),
-        (lambda: stores(1, piece=1, ends=False), "rows have no piece 1 of 256 bytes"),
-        (lambda: stores(1, size=128, ends=False), "rows have no piece 0 of 128 bytes"),
+        (lambda: stores(4, ends=["slots"]), "the pass ends with other rows than it has stored"),
+        (lambda: stores(1, piece=1, ends=()), "rows have no piece 1 of 256 bytes"),
+        (lambda: stores(1, size=128, ends=()), "rows have no piece 0 of 128 bytes"),
         (lambda: stores(2, another=True), "the stack is another one"),
         (lambda: fetches(5), "no pass was begun with these slots"),
         (never_begun, "no pass was begun with these slots"),
