@@ -295,7 +295,8 @@ def _scaled_matmul(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, 
         )
     else:
         value = jax.nn.scaled_matmul(a, b, a_scales, b_scales, preferred_element_type=_sum_dtype(spec))
-    value = value.reshape(*batch, *a_outer, *b_outer)
+    # JAX takes either result for one that is the same on all devices (0.10.2).
+    value = sharding.varying_over(value.reshape(*batch, *a_outer, *b_outer), sharding.varying_axes(a, b))
     return _followed_up(spec, spec.bare(_FLOAT32), (value,), arrays)
 
 

@@ -15,6 +15,7 @@ from dense_oracle import check as check_layer
 from dense_oracle import random_case as random_layer
 from gemm_oracle import E4M3, E5M2, assert_product, gelu, product, random_array, random_product, random_quantized, wide
 from jax import export
+from jax.sharding import AxisType, PartitionSpec
 from parameters import in_turns
 from quantize_oracle import check, quantization_of, random_case
 
@@ -180,6 +181,22 @@ LAYERS = {
         gate, recipe=recipe,
     ),
 }  # fmt: skip
+
+
+@implementations
+def test_a_product_varies_over_the_axes_of_its_operands(implementation):
+    """Inside of shard_map, where a gradient of what all devices have is a sum over devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(x, kernel):
+        x, kernel = (ops.quantize(array, RECIPE.quantization("kernel")) for array in (x, kernel))
+        y = ops.gemm(x, kernel, rhs_contracting="rows", implementation=implementation)
+        assert jax.typeof(y).manual_axis_type.varying == {"data"}
+        return y
+
+    x, kernel = jax.ShapeDtypeStruct((jax.device_count() * 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), "float32")
+    specs = PartitionSpec("data"), PartitionSpec()
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data")), x, kernel)
 
 
 @pytest.mark.parametrize("name", LAYERS)
