@@ -342,12 +342,23 @@ def test_one_layer_has_the_bits_of_its_whole_kernels(mesh, rng):
     assert_same(found, jax.jit(whole)(params, x["h"], x["mask"]), 1e-6)
 
 
+@pytest.mark.parametrize("keep", [0, 1, COUNT])
+def test_the_last_layers_are_gathered_once(keep, mesh, rng):
+    params, x = draw(rng)
+    with jax.set_mesh(mesh):
+        lowered = gradient(plain, fsdp=of(quantize=None, keep=keep), remat=True).lower(params, x["h"], x["mask"])
+    gathers = 2 * COUNT - keep
+    assert lowered.as_text().count("stablehlo.all_gather") == 2 * gathers  # `up` and `down`
+
+
 def test_gradients_on_a_wire_of_sixteen_bits(mesh, rng):
     params, x = draw(rng)
-    found = on_mesh(mesh, params, x, dataclasses.replace(EXACT, reduce_dtype="bfloat16"), layer, remat=True)
-    exact = on_mesh(mesh, params, x, EXACT, layer, remat=True)
+    found = on_mesh(mesh, params, x, of(reduce_dtype="bfloat16", min_size=1), layer, remat=True)
+    exact = on_mesh(mesh, params, x, of(min_size=1), layer, remat=True)
     assert_same(found[0], exact[0], 0)
     assert_same(found[1], exact[1], 2**-7)
+    vectors = [[leaf for leaf in jax.tree.leaves(each[1][0]) if leaf.ndim == 1] for each in (found, exact)]
+    assert_same(*vectors, 1e-6)  # they travel in float32
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
 
 
@@ -502,6 +513,13 @@ def test_places_where_parameters_cannot_be_shared(mesh, rng):
     others = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
     with pytest.raises(ValueError, match=r"several devices along \['tensor'\]"), jax.set_mesh(others):
         run(params, x)
+
+
+def test_equal_values_have_one_hash():
+    one, other = FSDP(2, quantize={"up": BLOCK, "bias": None}), FSDP(2, quantize={"bias": None, "up": BLOCK})
+    assert one == other
+    assert hash(one) == hash(other) != hash(FSDP(2))
+    assert hash(of(specs=[{"up": P("fsdp")}])) != hash(of(specs=[{"up": P(None, "fsdp")}]))
 
 
 def test_sizes_of_parts():
