@@ -650,7 +650,9 @@ def write_results(document: dict[str, Any], folder: Path) -> Path:
     """Write a result document to `<folder>/<device slug>/<family>.json` and return that path."""
     path = result_path(document["family"], document["device"]["kind"], folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".tmp")  # --add keeps what is there, also where this is interrupted
+    unfinished.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,14 +60,15 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
         raise UserError(f"{path} has adapters of {options.get('from_')}, which is not there: bring the folder back")
     else:
         base = header["model"].get("base_sha256")
-        if base is not None and base != _plan.sha256_of(folder):
+        frozen = of_folder(folder, dtype)
+        other_shape = frozen.config.architecture != dataclasses.replace(config, lora=None).architecture
+        if other_shape or (base is not None and base != _plan.sha256_of(folder)):
             raise UserError(
-                f"{folder} holds other weights than those beside which the run in {path} trained its adapters: put the "
+                f"{folder} holds another model than that beside which the run in {path} trained its adapters: put the "
                 "files back that were there"
             )
         step, adapters = _run_folder.read_params(path, split_adapters(like)[0])
-        frozen = of_folder(folder, dtype).params
-        config, params = merge_adapters(config, join_adapters(adapters, frozen))
+        config, params = merge_adapters(config, join_adapters(adapters, frozen.params))
     seq_len = options.get("seq_len") if options.get("from_") is None else None
     return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}", seq_len)
 

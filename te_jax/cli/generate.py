@@ -1,7 +1,6 @@
 """`te-jax generate`: a text, continued by a trained model."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,12 +138,14 @@ def _text_to_continue(word: str) -> str:
 
 def _ends(folder: Path | None) -> tuple[int, ...]:
     """The tokens that end a text, as the folder of a model says."""
+    from te_jax.models.safetensors import FolderError, read_json
+
     if folder is None:
         return ()
     for name in ("generation_config.json", "config.json"):
         try:
-            found: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+            found: Any = read_json(folder / name, 10_000_000).get("eos_token_id")
+        except FolderError:
             continue
         found = found if isinstance(found, list) else [found]
         if ends := tuple(token for token in found if type(token) is int and 0 <= token < 2**31):

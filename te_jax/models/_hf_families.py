@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts
-from te_jax.models.safetensors import FolderError, quoted
+from te_jax.models.safetensors import FolderError, quoted, shown
 from te_jax.reference.activation import Activation
 
 UNUSED = (
@@ -48,7 +48,8 @@ class Fields:
         self._given, self._path, self._ignore = given, path, ignore
 
     def error(self, problem: str) -> FolderError:
-        return FolderError(f"{self._path}: {problem}")
+        # A problem that DecoderConfig has may name a number of thousands of digits, or windows of as many layers.
+        return FolderError(f"{self._path}: {problem if len(problem) <= 500 else problem[:499] + '…'}")
 
     def take(self, *names: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """The field with the first of several names that is there, and not null unless that is the default.
@@ -65,7 +66,7 @@ class Fields:
         name, value = found[0]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            raise self.error(f"{name} is {_shown(value)}: it must be of type {' or '.join(k.__name__ for k in kinds)}")
+            raise self.error(f"{name} is {shown(value)}: it must be of type {' or '.join(k.__name__ for k in kinds)}")
         return value
 
     def expect(self, name: str, *values: Any) -> None:
@@ -75,7 +76,7 @@ class Fields:
           FolderError: it has another value.
         """
         if (value := self._left.pop(name, values[0])) not in values:
-            raise self.error(f"{name} is {_shown(value)}, and te_jax.models knows {values[0]!r} alone")
+            raise self.error(f"{name} is {shown(value)}, and te_jax.models knows {values[0]!r} alone")
 
     def look(self, name: str) -> Any:
         """A field that others depend on, read or not."""
@@ -97,11 +98,6 @@ class Fields:
             )
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
 def read(given: dict[str, Any], path: Any, ignore: Collection[str] | None = ()) -> tuple[Family, DecoderConfig]:
     """What a config.json says.
 
@@ -116,7 +112,7 @@ def read(given: dict[str, Any], path: Any, ignore: Collection[str] | None = ()) 
     fields = Fields(given, path)
     kind = fields.take("model_type", kind=str)
     if kind not in FAMILIES:
-        raise fields.error(f"model_type is {_shown(kind)}: te_jax.models knows {', '.join(FAMILIES)}")
+        raise fields.error(f"model_type is {shown(kind)}: te_jax.models knows {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     fields = Fields({**family.defaults, **given}, path, ignore)
     fields.expect("model_type", kind)
@@ -188,7 +184,7 @@ def _common(fields: Fields) -> dict[str, Any]:
     # The first Gemma's files say "gelu" and mean its approximation.
     names = _ACTIVATIONS | ({"gelu": "gelu"} if fields.look("model_type") == "gemma" else {})
     if act not in names:
-        raise fields.error(f"hidden_act is {_shown(act)}: te_jax.models knows {', '.join(names)}")
+        raise fields.error(f"hidden_act is {shown(act)}: te_jax.models knows {', '.join(names)}")
     theta, scaling = _rope(fields)
     return {
         "vocab_size": fields.take("vocab_size", kind=int),
@@ -223,7 +219,7 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
         found["truncate"] = own.take("truncate", kind=bool, default=True)
         found["attention_factor"] = own.take("attention_factor", default=None, **number)
     elif kind not in ("default", "linear"):
-        raise own.error(f"rope_type is {_shown(kind)}: te_jax.models knows default, linear, llama3 and yarn")
+        raise own.error(f"rope_type is {shown(kind)}: te_jax.models knows default, linear, llama3 and yarn")
     if kind != "default":
         found["factor"] = own.take("factor", **number)
     length = own.take("original_max_position_embeddings", kind=int, default=fields.look("max_position_embeddings"))

@@ -28,6 +28,7 @@ from te_jax.models.safetensors import (
     quoted,
     read_file,
     read_json,
+    shown,
     write,
 )
 
@@ -305,7 +306,9 @@ def _check(
             continue
         found = tensors.types[tensor.name]
         if found.shape != shape:
-            raise FolderError(f"{folder}: {tensor.name} has shape {found.shape}, and config.json asks for {shape}")
+            raise FolderError(
+                f"{folder}: {tensor.name} has shape {shown(found.shape)}, and config.json asks for {shown(shape)}"
+            )
         if found.dtype not in _FLOATS:
             raise FolderError(
                 f"{folder}: {tensor.name} has dtype {found.dtype}, and te_jax.models reads {', '.join(_FLOATS)}"
@@ -324,7 +327,9 @@ def _check_mxfp4(folder: Path, tensors: Tensors, parts: tuple[str, ...], shape: 
     for name, wanted in zip(parts, ((*scales, 16), scales), strict=True):
         found = tensors.types.get(name)
         if found is None or found.shape != wanted or found.dtype != np.uint8 or inner % 32:
-            raise FolderError(f"{folder}: {name} is {found}, and config.json asks for uint8 of shape {wanted}")
+            raise FolderError(
+                f"{folder}: {name} is {shown(found)}, and config.json asks for uint8 of shape {shown(wanted)}"
+            )
 
 
 def _param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,17 @@ import jax
 import ml_dtypes
 import numpy as np
 
-__all__ = ["FolderError", "Tensors", "explaining_os_errors", "no_model", "quoted", "read_file", "read_json", "write"]
+__all__ = [
+    "FolderError",
+    "Tensors",
+    "explaining_os_errors",
+    "no_model",
+    "quoted",
+    "read_file",
+    "read_json",
+    "shown",
+    "write",
+]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -354,8 +364,13 @@ def _refuse_constant(name: str) -> None:
 
 def quoted(*names: str) -> str:
     """The first three names, of which each may be hostile, and how many more there are."""
-    shown = [repr(name if len(name) <= 100 else f"{name[:100]}…") for name in sorted(names)[:3]]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(shown, sorted(names)[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def shown(value: Any) -> str:
+    """A name or a value of a stranger's file, for an error: in one line that is not long, without escape sequences."""
+    text = repr(f"{value[:100]}…" if isinstance(value, str) and len(value) > 100 else value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
