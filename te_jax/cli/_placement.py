@@ -89,12 +89,14 @@ class Placement(NamedTuple):
         kernels, frozen = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), (kernels, frozen))
         return found._replace(kernels=kernels, frozen=frozen)
 
-    def of_params(self, config: DecoderConfig) -> Any:
-        """A tree of shardings like the parameters of a decoder."""
+    def of_params(self, config: DecoderConfig, dtype: str) -> Any:
+        """The parameters of a decoder: `jax.ShapeDtypeStruct` with shardings."""
         shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
         if self.parallel is None:
-            return jax.tree.map(lambda _: self.state, shapes)
-        return jax.tree.map(self._like_parameter, shapes, param_specs(config, self.parallel))
+            places = jax.tree.map(lambda _: self.state, shapes)
+        else:
+            places = jax.tree.map(self._like_parameter, shapes, param_specs(config, self.parallel))
+        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place), shapes, places)
 
     def _like_parameter(self, leaf: Any, spec: PartitionSpec) -> NamedSharding:
         """The sharding of a parameter, a moment or the bounds of its blocks, which may be too few to be split."""
@@ -103,6 +105,18 @@ class Placement(NamedTuple):
             for entry, size in zip(spec, leaf.shape, strict=False)
         ]
         return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+
+class Defaults(NamedTuple):
+    """What an option is that was left open, where the platform decides."""
+
+    dtype: str  # of activations
+    checkpoint_every: int  # steps
+
+
+def defaults_of(platform: str) -> Defaults:
+    """All that depends on the platform alone."""
+    return Defaults("bfloat16", 1000) if platform == "gpu" else Defaults("float32", 100)
 
 
 def take_devices(options: Options) -> list[Any]:

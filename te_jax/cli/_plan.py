@@ -112,12 +112,11 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     data = _text.split(corpus, options.seq_len)
     devices = _placement.take_devices(options)
     _check_batch(options, len(devices) // (options.tp * options.cp))
-    on_gpu = devices[0].platform == "gpu"
-    by_platform = "bfloat16" if on_gpu else "float32"
+    defaults = _placement.defaults_of(devices[0].platform)
     begins = corpus.tokens.begins
     config = dataclasses.replace(
         config,
-        dtype=by_platform if options.dtype == "auto" else options.dtype,
+        dtype=defaults.dtype if options.dtype == "auto" else options.dtype,
         max_segments_per_seq=None if begins is None else _max_segments(begins, options.seq_len),
     )
     plan = Plan(
@@ -125,7 +124,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
         models=_models(options, config),
         learning_rate=options.learning_rate or _learning_rate(options, config),
         warmup_steps=options.steps // 20 if options.warmup_steps is None else options.warmup_steps,
-        checkpoint_every=options.checkpoint_every or (1000 if on_gpu else 100),
+        checkpoint_every=options.checkpoint_every or defaults.checkpoint_every,
         placement=_placement.build_placement(devices, options, config),
         implementation=_implementation(options, config),
         text=corpus.source,
@@ -194,7 +193,7 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
         head_recipe=RECIPES[options.head_recipe],
         head_fp8_products=("forward",) * options.fp8_logits + model.head_fp8_products,
         remat=remat,
-        offload=_activations(remat) if "activations" in options.offloaded else None,
+        offload=_activations(remat, options.deterministic) if "activations" in options.offloaded else None,
         # XLA stops with an IndexError where cuDNN's attention meets xla_gpu_deterministic_ops (jax 0.11.2).
         attention="reference" if options.deterministic else None,
         lora=None if options.lora is None else _lora(options.lora, model),
@@ -294,9 +293,13 @@ def _check_experts(options: Options) -> None:
         )
 
 
-def _activations(remat: bool) -> Offload:
+def _activations(remat: bool, deterministic: bool) -> Offload:
     """What a block keeps that takes long to compute again for its bytes."""
-    names = [LAYER_INPUT] if remat else [LAYER_INPUT, "te_attention_operand", "te_attention_output"]
+    names = [LAYER_INPUT]
+    if not remat:
+        names.append("te_attention_operand")
+        if not deterministic:  # or it is the reference's attention, which keeps probabilities in its place
+            names.append("te_attention_output")
     return Offload(names=names, min_size=OFFLOAD_MIN_SIZE)
 
 
@@ -306,6 +309,16 @@ def _check_parallel(options: Options, config: DecoderConfig) -> None:
         if options.transport != "auto":
             raise UserError(f"--transport {options.transport} is for devices that share a model: add --tp N")
         return
+    if isinstance(config.recipe, MXFP8Scaling):
+        raise UserError(
+            f"--recipe {options.recipe} does not go with --tp {options.tp}, whose products have no blocks of 32: "
+            "choose current, rowwise or block, or --fsdp in the place of --tp"
+        )
+    if options.lora is not None:
+        raise UserError(
+            f"--lora {options.lora} does not go with --tp {options.tp}, since adapters are not split: choose --fsdp in "
+            "the place of --tp"
+        )
     parallel = TensorParallel(options.tp)
     same: dict[str, Any] = {"recipe": config.recipe}
     if options.tokenizer is not None:
@@ -396,17 +409,18 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
         with _available("--transport p2p"):
             native.use_native("native", products=True)
     of = {f"--recipe {options.recipe}": config.recipe, f"--head-recipe {options.head_recipe}": config.head_recipe}
+    chosen = "" if asked is None else f" with --implementation {asked}"
     for option, recipe in of.items():
         if recipe is None:
             continue
         if config.experts is not None and option.startswith("--recipe"):
             grouped = functools.partial(ops.grouped_dense, recipe=recipe, implementation=asked)
-            with _available(option):
+            with _available(f"{option}{chosen}"):
                 shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (1, 128, 128))]
                 jax.eval_shape(grouped, *shapes, jax.ShapeDtypeStruct((1,), jnp.int32))
         state = recipe.init() if isinstance(recipe, DelayedScaling) else None
         layer = functools.partial(ops.dense, recipe=recipe, scaling_state=state, implementation=asked)
-        with _available(option):  # not every GPU has kernels for it
+        with _available(f"{option}{chosen}"):  # not every GPU has kernels for it
             jax.eval_shape(layer, *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2)
     has_kernels = not any(isinstance(recipe, MXFP8Scaling) for recipe in of.values())
     if use_native and has_kernels:

@@ -44,7 +44,7 @@ class Learner(NamedTuple):
       stored: state → what a checkpoint holds of it, without copies. Shapes in place of arrays are fine.
       resumed: (what a checkpoint holds, with adapters the model that they belong to, else None) → state.
       begin: parameters of a model → TrainState.
-      param_shardings: where the parameters of a model lie, in a tree like theirs.
+      params: `jax.ShapeDtypeStruct` of the parameters that `begin` takes, with shardings.
       step_with_statistics: as step, with the statistics of `te_jax.debug.with_statistics` as a third result; None
         without --statistics. Layers that quantize a gated activation in one kernel do so in two, so that losses may
         differ in their last bits.
@@ -56,7 +56,7 @@ class Learner(NamedTuple):
     stored: Callable[[TrainState], TrainState]
     resumed: Callable[[TrainState, Any], TrainState]
     begin: Callable[[Any], TrainState]
-    param_shardings: Any
+    params: Any
     step_with_statistics: Callable[[TrainState, Tokens], tuple[TrainState, Losses, Any]] | None = None
 
     def abstract_state(self) -> TrainState:
@@ -170,6 +170,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         return _updated(params, jax.tree.map(lambda param: jnp.full_like(param, -0.0), params), how)[1]
 
     def frozen_of(params: Any) -> Any:
+        params = jax.tree.map(lambda param: param.astype(config.dtype), params)
         return optim.merge_kernels(params, kernels_of(params))
 
     def begin(params: Any) -> TrainState:
@@ -230,7 +231,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         stored=stored,
         resumed=resumed,
         begin=jit(begin, donate_argnums=() if config.lora else 0, out_shardings=shardings),
-        param_shardings=placement.of_params(base),
+        params=placement.of_params(base, "float32" if config.lora is None else config.dtype),
         step_with_statistics=jit(
             step_with_statistics, donate_argnums=0, out_shardings=(shardings, placement.state, placement.state)
         )

@@ -333,12 +333,12 @@ def _first_state(learner: Learner, plan: Plan) -> TrainState:
 
 
 def _model(learner: Learner, plan: Plan) -> Any:
-    """The parameters of the model that --from names, in float32 if they are trained."""
+    """The parameters of the model that --from names."""
     folder = plan.options.from_
     assert folder is not None
-    dtype = "float32" if plan.options.lora is None else plan.config.dtype
+    places = jax.tree.map(lambda param: param.sharding, learner.params)
     with _plan.reading(folder):
-        return from_hf(folder, param_dtype=dtype, shardings=lambda _: learner.param_shardings)[1]
+        return from_hf(folder, param_dtype=learner.params["embedding"].dtype, shardings=lambda _: places)[1]
 
 
 def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:

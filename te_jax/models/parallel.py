@@ -32,6 +32,7 @@ from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.layers.attention import kv_repeats
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import MLP, DecoderConfig, kernel_scaling
+from te_jax.ops.linear.arguments import recipes_of
 from te_jax.parallel.fsdp import FSDP, quantized_specs, split_dimension
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray
@@ -118,11 +119,18 @@ class TensorParallel:
           config: its shape.
 
         Raises:
-          ValueError: a size does not divide; the message names sizes that fit.
+          ValueError: a size does not divide; the message names sizes that fit. Or the recipe, or adapters, are none
+            that `size` devices share.
         """
         DecoderConfig.check(config)
         if config.lora is not None and self.size > 1:
             raise ValueError(f"parallel.size is {self.size}: adapters (config.lora) are not split; use 1, and fsdp")
+        recipes = () if config.recipe is None else recipes_of(config.recipe)
+        if self.size > 1 and any(recipe.scalings["activation"][0] == "block_1x32" for recipe in recipes):
+            raise ValueError(
+                f"parallel.size is {self.size} and config.recipe is {config.recipe!r}: collective products have no "
+                "blocks of 32; use CurrentScaling, RowwiseScaling or BlockScaling, or 1, and fsdp"
+            )
         splits_experts = self.axis_name in (self.expert_axes or ())
         problem = _misfit(config, self.size, splits_experts)
         if problem is None and self.fsdp is not None:

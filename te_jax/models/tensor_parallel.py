@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.layers.norm import handover
 from te_jax.models.config import MLP, DecoderConfig, kernel_scaling
 from te_jax.models.mixture import Balance, mixture
-from te_jax.models.parallel import TensorParallel, kv_heads
+from te_jax.models.parallel import TensorParallel, kv_heads, loop_specs
 from te_jax.parallel import all_gather_matmul, gated_mlp, matmul_reduce_scatter
 from te_jax.quantized import block_size
 from te_jax.recipe import DelayedScalingState, Quantization
@@ -78,6 +79,11 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
             **({} if config.experts is not None else dict.fromkeys(MLP, config.mlp_size)),
         }
         left += tuple(name for name, count in split.items() if count // size % block)
+    if parallel.fsdp is not None and scaling not in (None, "tensor", "block_128x128"):
+        # Each of the two copies has scales of its own, along a dimension of which a device has a part.
+        specs = loop_specs(config, parallel)
+        axes = {name: itertools.chain(*map(sharding.axes_of_entry, specs[name] or ())) for name in config.kernel_shapes}
+        left += tuple(name for name in axes if parallel.fsdp.axis_name in axes[name])
     return left
 
 

@@ -204,7 +204,7 @@ def test_a_text_ends_where_the_model_says_so(folder, tmp_path, capsys, monkeypat
         (["train", "--from", "FOLDER", "--preset", "small"], "--from has a model, and --preset small names another"),
         (["train", "--lora", "4"], "--lora 4 trains adapters of a model that was trained before: add --from DIR"),
         (["train", "--from", "FOLDER", "--lora", "0"], "--lora is 0: it must be at least 1"),
-        (["train", "--from", "FOLDER", "--lora", "2", "--tp", "2"], "--tp 2 does not fit --from FOLDER: adapters"),
+        (["train", "--from", "FOLDER", "--lora", "2", "--tp", "2"], "--lora 2 does not go with --tp 2, since adapters"),
         (["train", "--from", "FOLDER", "--tp", "3"], "--tp 3 does not fit --from FOLDER: num_heads is 4"),
         (["train", "--from", "org/name"], "org/name is no folder here: if it is a model of the hub, fetch it with `hf"),
         (["train", "--from", "nowhere"], "nowhere/config.json cannot be read: No such file"),
