@@ -41,6 +41,10 @@ def path_word(word: str) -> str:
     # A script's variable that is not set; as a path it would be the working directory.
     if not word:
         raise argparse.ArgumentTypeError("is empty: give a path")
+    try:
+        word.encode()
+    except UnicodeEncodeError as error:  # checkpoints cannot be written there
+        raise argparse.ArgumentTypeError("is not UTF-8: give another path, or rename it") from error
     return word
 
 

@@ -91,6 +91,8 @@ def test_a_computation_without_memory_is_one_sentence(folder, capsys, monkeypatc
 )
 def test_an_empty_path_is_not_the_working_folder(argv, capsys):
     assert "is empty: give a path" in refused(argv, capsys)
+    argv = [word or "caf\udce9" for word in argv]
+    assert "is not UTF-8: give another path, or rename it" in refused(argv, capsys)
 
 
 @pytest.mark.parametrize(
