@@ -162,8 +162,8 @@ def requantize(
 
     Args:
       config: the shape, with a recipe.
-      parallel: the devices that share the decoder, if any. Kernels of which they cut blocks, and those of key and value
-        where devices share heads, are left to the layers.
+      parallel: the devices that share the decoder, if any. Left to the layers are kernels of which they cut blocks or
+        rows, and those of key and value where devices share heads.
       implementation: see `te_jax.ops.quantize`.
 
     Returns:
@@ -359,13 +359,13 @@ def _run(
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> jax.Array:
             options: Any = {"causal": True, "window": window, "segment_ids": segment_ids}
+            options["max_segments_per_seq"] = None if segment_ids is None else config.max_segments_per_seq
             options["implementation"] = config.attention
             if context_axis is not None:
                 if sinks is not None:
                     raise ValueError("config.attention_sinks is True, which devices that share a sequence do not take")
                 return ring_attention(query, key, value, axis_name=context_axis, **options)
-            most = None if segment_ids is None else config.max_segments_per_seq
-            return ops.attention(query, key, value, sinks=sinks, max_segments_per_seq=most, **options)
+            return ops.attention(query, key, value, sinks=sinks, **options)
 
         x, own = run_block(x, projections, rotary, attend)
         return x, _together(balance, own)

@@ -148,15 +148,8 @@ def attention(
         raise ValueError(f"scale is {scale!r}; it must be a finite number that is known while tracing, or None")
     if not is_whole_number(max_score_bytes) or max_score_bytes < 0:
         raise ValueError(f"max_score_bytes is {max_score_bytes!r}; it must be an integer of at least 0")
-    if max_segments_per_seq is not None:
-        if not is_whole_number(max_segments_per_seq) or max_segments_per_seq < 1:
-            raise ValueError(f"max_segments_per_seq is {max_segments_per_seq!r}; it must be an integer of at least 1")
-        if segment_ids is None or key_segment_ids is not None:
-            raise ValueError(
-                "max_segments_per_seq is given for runs of segment_ids that query and key share: pass segment_ids, and "
-                "no key_segment_ids"
-            )
-        max_segments_per_seq = int(max_segments_per_seq)
+    validate_segments(max_segments_per_seq, segment_ids, key_segment_ids)
+    max_segments_per_seq = None if max_segments_per_seq is None else int(max_segments_per_seq)
     (t, _, head_dim), s = arrays["query"].shape[1:], arrays["key"].shape[1]
     if window is not None and window >= t:
         window = None  # it hides nothing
@@ -168,6 +161,19 @@ def attention(
         operands = reverse_mode_only(operands, _REVERSE_MODE)
     out, lse = _run(operands, settings, return_lse)
     return (out, lse) if return_lse else out
+
+
+def validate_segments(max_segments_per_seq: Any, segment_ids: Any, key_segment_ids: Any = None) -> None:
+    """Raises ValueError if max_segments_per_seq is no bound of runs of segment_ids that query and key share."""
+    if max_segments_per_seq is None:
+        return
+    if not is_whole_number(max_segments_per_seq) or max_segments_per_seq < 1:
+        raise ValueError(f"max_segments_per_seq is {max_segments_per_seq!r}; it must be an integer of at least 1")
+    if segment_ids is None or key_segment_ids is not None:
+        raise ValueError(
+            "max_segments_per_seq is given for runs of segment_ids that query and key share: pass segment_ids, and no "
+            "key_segment_ids"
+        )
 
 
 def _validate(arrays: Operands) -> None:
@@ -231,7 +237,8 @@ def _validate(arrays: Operands) -> None:
 def _prepared(arrays: dict[str, Array], t: int, s: int, max_segments_per_seq: int | None) -> dict[str, Array]:
     """The operands in the dtypes and shapes that the functions below take."""
     if max_segments_per_seq is not None:
-        arrays |= _numbered(arrays["query"], arrays["segment_ids"], max_segments_per_seq)
+        runs = _runs(arrays["segment_ids"])
+        arrays |= bounded_runs(arrays["query"], runs, jnp.max(runs, axis=1, initial=0), max_segments_per_seq)
     operands = {name: checkpoint_name(arrays[name], "te_attention_operand") for name in ("query", "key", "value")}
     operands |= {name: arrays[name] for name in ("bias", "sinks") if name in arrays}
     for name in ("query_lengths", "key_lengths"):
@@ -246,12 +253,17 @@ def _prepared(arrays: dict[str, Array], t: int, s: int, max_segments_per_seq: in
     return sharding.varying_together(operands)
 
 
-def _numbered(query: Array, segment_ids: Array, most: int) -> dict[str, Array]:
-    """Runs of segment_ids, counted from 0. With too many in a sequence its query is NaN, and so is what follows."""
-    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))[:, : query.shape[1]]
-    runs = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    fits = jnp.all(runs < most, axis=1)[:, None, None, None]
-    return {"query": jnp.where(fits, query, jnp.nan).astype(query.dtype), "segment_ids": jnp.minimum(runs, most - 1)}
+def _runs(segment_ids: Array) -> Array:
+    """Which run of equal segment_ids each token is in, counted from 0."""
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))[:, : segment_ids.shape[1]]
+    return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+
+
+def bounded_runs(query: Array, runs: Array, last: Array, most: int) -> dict[str, Array]:
+    """Runs [B, T] as segment_ids. Where the last of a sequence [B] is one too many its query is NaN, and so is what
+    follows."""
+    query = jnp.where((last < most)[:, None, None, None], query, jnp.nan).astype(query.dtype)
+    return {"query": query, "segment_ids": jnp.minimum(runs, most - 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,19 +276,30 @@ class Settings:
     part: bool = False
 
     def forward(self, operands: dict[str, Array]) -> tuple[Array, ...]:
-        """The output and the log-sum-exp [B, N, T]."""
+        """The output, float32 with `part`, and the log-sum-exp [B, N, T]."""
         return _Split.of(operands).forward(*operands.values(), settings=self)
 
     def backward(
         self, operands: dict[str, Array], out: Array, lse: Array, dout: Array, wanted: tuple[str, ...]
     ) -> tuple[Array, ...]:
-        """Gradients of the wanted operands; with `part` out and lse are those of all keys, and these a part of them."""
+        """Gradients of the wanted operands. With `part` they are float32, for these keys alone, and out and lse those of
+        all keys."""
         inputs = {**operands, "out": out, "lse": lse, "dout": dout}
         return _Split.of(inputs, wanted).backward(*inputs.values(), settings=self)
 
     def by_xla(self, operands: Operands) -> tuple[Array, Array]:
-        masks = self.masks
-        return reference.attention(**operands, causal=masks.causal, window=masks.window, scale=masks.scale)
+        masks, arrays = self.masks, self.wide(operands)
+        return reference.attention(**arrays, causal=masks.causal, window=masks.window, scale=masks.scale)
+
+    def by_cudnn(self, operands: Operands) -> tuple[Array, Array]:
+        out, lse = _cudnn_attention.forward(operands, self.masks)
+        return out.astype(jnp.float32) if self.part else out, lse
+
+    def wide(self, operands: Operands) -> Operands:
+        """The operands for XLA, in float32 if the results are parts of sums."""
+        if not self.part:
+            return operands
+        return {**operands, **{name: operands[name].astype(jnp.float32) for name in ("query", "key", "value")}}
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -402,8 +425,7 @@ def _backward_on_shards(split: _Split):
 def _local_forward(*arrays: Array, axes, split: _Split, settings: Settings) -> tuple[Array, ...]:
     del axes
     operands = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
-    by_cudnn = functools.partial(_cudnn_attention.forward, masks=settings.masks)
-    return _by_platform(operands, operands, by_cudnn, settings.by_xla, settings)
+    return _by_platform(operands, operands, settings.by_cudnn, settings.by_xla, settings)
 
 
 def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> tuple[Array, ...]:
@@ -417,21 +439,23 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> 
     operands = {name: x for name, x in inputs.items() if name not in ("out", "lse", "dout", "dlse")}
 
     def by_cudnn(inputs: Operands):
-        residuals = inputs["out"], inputs["lse"], inputs["dout"], inputs.get("dlse")
-        return _cudnn_attention.backward(operands_of(inputs), settings.masks, *residuals, split.wanted)
+        out = inputs["out"].astype(inputs["dout"].dtype)
+        residuals = out, inputs["lse"], inputs["dout"], inputs.get("dlse")
+        gradients = _cudnn_attention.backward(operands_of(inputs), settings.masks, *residuals, split.wanted)
+        return tuple(x.astype(jnp.float32) for x in gradients) if settings.part else gradients
 
     def by_xla(inputs: Operands):
         # Scores once more instead of probabilities that were kept: what is kept must not depend on the platform.
-        given = operands_of(inputs)
+        given = settings.wide(operands_of(inputs))
         wanted = {name: given[name] for name in split.wanted}
         (out, lse), vjp = jax.vjp(lambda wanted: settings.by_xla({**given, **wanted}), wanted)
         dout, dlse = inputs["dout"], inputs["dlse"] if "dlse" in inputs else jnp.zeros_like(lse)
         if settings.part:
             # The whole output is the sum of its parts, each times exp(its log-sum-exp - that of all).
             share = jnp.exp(lse - inputs["lse"])
-            wide, change = dout.astype(lse.dtype), out.astype(lse.dtype) - inputs["out"].astype(lse.dtype)
-            dout = (wide * jnp.swapaxes(share, -1, -2)[..., None]).astype(dout.dtype)
-            dlse = share * jnp.swapaxes(jnp.sum(wide * change, axis=-1), -1, -2)
+            dout, change = dout.astype(jnp.float32), out - inputs["out"].astype(jnp.float32)
+            dlse = share * jnp.swapaxes(jnp.sum(dout * change, axis=-1), -1, -2)
+            dout = dout * jnp.swapaxes(share, -1, -2)[..., None]
         (gradients,) = vjp((dout, dlse))
         return tuple(gradients[name] for name in split.wanted)
 

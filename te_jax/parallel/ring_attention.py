@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from te_jax import native, ops, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops.attention import Masks, Settings
+from te_jax.ops.attention import Masks, Settings, bounded_runs, validate_segments
 
 __all__ = ["context_order", "ring_attention"]
 
@@ -78,11 +79,15 @@ def ring_attention(
     causal: bool = True,
     window: int | None = None,
     segment_ids: jax.typing.ArrayLike | None = None,
+    max_segments_per_seq: int | None = None,
     scale: float | None = None,
     max_score_bytes: int = 2**30,
     implementation: native.Implementation | None = None,
 ) -> Array:
     """`te_jax.ops.attention` inside of `jax.shard_map`, where devices along an axis split the time of all operands.
+
+    The residuals have the same checkpoint names. A policy that keeps "te_attention_output" and "te_attention_lse"
+    sends keys and values around the forward ring once.
 
     Args:
       query: [B, T, N, H]: this device's T of the sequences' D T tokens. If causal, in `context_order`.
@@ -91,6 +96,8 @@ def ring_attention(
       causal: a token sees itself and those before it.
       window: a token sees itself and the window - 1 tokens before it. Needs causal=True. All keys travel nevertheless.
       segment_ids: integers [B, T] of this device's tokens: a query sees keys with its own number.
+      max_segments_per_seq: each run of equal segment_ids in a whole sequence is a segment of its own, and a sequence
+        has at most so many; one with more gives NaN. If not causal, device i has the i-th T tokens.
       scale, max_score_bytes, implementation: as in `te_jax.ops.attention`. With window or segment_ids cuDNN needs masks
         of T / 2 × T / 2 tokens, without causal of T × T.
 
@@ -134,7 +141,11 @@ def ring_attention(
         )
     if scale is not None and (isinstance(scale, Tracer) or not is_finite_number(scale)):
         raise ValueError(f"scale is {scale!r}; it must be a finite number that is known while tracing, or None")
-    operands = {"query": query, "key": key, "value": value}
+    operands = {
+        name: checkpoint_name(x, "te_attention_operand") if size > 1 else x
+        for name, x in (("query", query), ("key", key), ("value", value))
+    }
+    validate_segments(max_segments_per_seq, segment_ids)
     if segment_ids is not None:
         segment_ids = jnp.asarray(segment_ids)
         if segment_ids.shape != query.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
@@ -146,13 +157,36 @@ def ring_attention(
     sharding.validate_split("query", query, (axis,), "pass this device's tokens")
     if size == 1:
         options: Any = {"window": window, "scale": scale, "max_score_bytes": max_score_bytes}
-        options |= {"segment_ids": operands.get("segment_ids"), "implementation": implementation}
+        options |= {"segment_ids": segment_ids, "max_segments_per_seq": max_segments_per_seq}
+        options["implementation"] = implementation
         return ops.attention(query, key, value, causal=causal, **options)
     if causal and query.shape[1] % 2:
         raise ValueError(f"query has {query.shape[1]} tokens; with causal=True they are two chunks: pad the sequence")
+    if max_segments_per_seq is not None:
+        runs = _runs(operands["segment_ids"], axis, causal=causal)
+        operands |= bounded_runs(operands["query"], *runs, int(max_segments_per_seq))
     factor = query.shape[3] ** -0.5 if scale is None else float(scale)
     ring = _Ring(axis, size, causal, window, factor, int(max_score_bytes), implementation)
     return _attention(ring, reverse_mode_only(sharding.varying_together(operands), _REVERSE_MODE))
+
+
+def _runs(segment_ids: Array, axis_name: str, *, causal: bool) -> tuple[Array, Array]:
+    """int32 ([B, T], [B]): which run of equal segment_ids each token is in, counted from 0 in a whole sequence, and the
+    last of each sequence."""
+    size = lax.axis_size(axis_name)
+    per_device = 2 if causal else 1
+    chunks = segment_ids.reshape(segment_ids.shape[0], per_device, -1)
+    inside = jnp.cumsum(jnp.pad(chunks[..., 1:] != chunks[..., :-1], ((0, 0), (0, 0), (1, 0))), -1, dtype=jnp.int32)
+    # [B, 3, chunks], in the order of the sequence: first and last number of each chunk, and how often it changes.
+    ends = jnp.stack([chunks[..., 0], chunks[..., -1], inside[..., -1]], 1)
+    ends = lax.all_gather(ends, axis_name, axis=2, tiled=True)
+    order = context_order(2 * size, size) if causal else np.arange(size)
+    first, last, changes = jnp.moveaxis(ends[..., np.argsort(order)], 1, 0)
+    between = jnp.pad(first[:, 1:] != last[:, :-1], ((0, 0), (1, 0))).astype(jnp.int32)
+    through = jnp.cumsum(between + changes, axis=1, dtype=jnp.int32)
+    here = lax.axis_index(axis_name)
+    places = jnp.stack([here, 2 * size - 1 - here]) if causal else here[None]
+    return ((through - changes)[:, places, None] + inside).reshape(segment_ids.shape), through[:, -1]
 
 
 class _Keys(NamedTuple):
@@ -234,7 +268,6 @@ class _Block:
         """float32 ([B, T, N, H], [B, N, T]): results of these keys alone, and their log-sum-exps."""
         operands, rows = self.operands(keys)
         out, lse = self.settings.forward(operands)
-        out = out.astype(jnp.float32)
         if rows is not None:
             out, lse = jnp.where(rows[..., None, None], out, 0.0), jnp.where(rows[:, None], lse, -jnp.inf)
         return self.of_tokens(out, lse)
@@ -246,7 +279,7 @@ class _Block:
         if rows is not None:
             dout, lse = jnp.where(rows[..., None, None], dout, 0.0), jnp.where(rows[:, None], lse, _NO_PART)
         found = self.settings.backward(operands, out, lse, dout, ("query", "key", "value"))
-        of_query, of_key, of_value = (x.astype(jnp.float32) for x in found)
+        of_query, of_key, of_value = found
         return self.gradients(_Gradients(of_query, _pair(of_key, of_value)))
 
     # Here of all queries and keys, as they are.
@@ -403,6 +436,7 @@ def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, Any]:
         found = of_block if found is None else _joined(*found, *of_block)
     assert found is not None
     out, lse = found[0].astype(operands["query"].dtype), found[1]
+    out, lse = checkpoint_name(out, "te_attention_output"), checkpoint_name(lse, "te_attention_lse")
     return out, (operands, out, lse)
 
 

@@ -31,7 +31,7 @@ from te_jax.models import (
 )
 from te_jax.offload import Offload
 from te_jax.ops import Activation
-from te_jax.parallel import FSDP, P2P, Ring
+from te_jax.parallel import FSDP, P2P, Ring, context_order
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
@@ -191,6 +191,28 @@ def test_devices_that_share_a_sequence_take_no_sinks(rng, mesh_of):
     parallel = TensorParallel(1, batch_axes=("context",), context_axis="context")
     with pytest.raises(ValueError, match=r"config.attention_sinks is True, which devices that share a sequence"):
         parallel_loss(mesh, config, parallel)(random_params(config, rng), *random_batch(config, rng))
+
+
+def test_devices_that_share_a_sequence_count_its_segments(rng, mesh_of):
+    """A number that comes again is another segment, and a sequence with too many is NaN."""
+    config, mesh = dataclasses.replace(CONFIG, num_layers=1, max_segments_per_seq=3), mesh_of(context=2, tensor=1)
+    parallel = TensorParallel(1, batch_axes=("context",), context_axis="context")
+    params, (tokens, _) = random_params(config, rng), random_batch(config, rng, (2, 16))
+    segment_ids = jnp.asarray([[0] * 5 + [1] * 6 + [0] * 5, [0, 1] * 8], jnp.int32)
+    order = context_order(16, 2)
+    logits = jit(parallel_apply(mesh, config, parallel))(params, tokens[:, order], None, segment_ids[:, order])
+    expected = jit(apply, static_argnums=2)(params, tokens, config, segment_ids=segment_ids)
+    assert_close(logits, expected[:, order], tolerance=1e-5, equal_nan=True)
+    assert [bool(jnp.isnan(x).any()) for x in logits] == [False, True]
+
+
+def test_devices_that_share_a_sequence_offload_attention(rng, mesh_of):
+    offload = Offload(names=["te_attention_operand", "te_attention_output"], min_size=0)
+    config, mesh = dataclasses.replace(CONFIG, offload=offload), mesh_of(context=2, tensor=1)
+    parallel = TensorParallel(1, batch_axes=("context",), context_axis="context")
+    step = jax.value_and_grad(parallel_loss(mesh, config, parallel))
+    value, _ = jax.eval_shape(step, random_params(config, rng), *random_batch(config, rng))
+    assert value.shape == ()
 
 
 @pytest.mark.parametrize("offload", [None, Offload(min_size=0)], ids=["on the device", "offload"])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from te_jax import ops
+from te_jax import checkpoint_policies, ops
 from te_jax.parallel import context_order, ring_attention
 from te_jax.testing import assert_close
 
@@ -90,8 +90,11 @@ def test_bfloat16(name, mesh, rng):
     found = split(mesh, *operands, ids, **OPTIONS[name], implementation=implementation)
     assert all(x.dtype == jnp.bfloat16 for x in found)
     expected = whole(*(x.astype(jnp.float32) for x in operands), ids, **OPTIONS[name])
-    for one, other in zip(found, expected, strict=True):
-        assert_close(np.asarray(one, np.float32), np.asarray(other), tolerance=2e-2)
+    # XLA rounds a sum over devices once, which costs 1.6e-3; cuDNN also rounds each device's part. Gradients of query and
+    # key subtract the product of the result, as it is rounded, and its gradient.
+    tolerances = (2e-2,) * 4 if implementation == "native" else (2e-3, 6e-3, 6e-3, 2e-3)
+    for one, other, tolerance in zip(found, expected, tolerances, strict=True):
+        assert_close(np.asarray(one, np.float32), np.asarray(other), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -115,6 +118,39 @@ def test_large_scores_of_hidden_keys_stay_hidden(mesh, rng):
     assert_same(found, whole(*operands, ids, causal=True), tolerance=1e-4)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_runs_of_equal_numbers_are_segments_of_their_own(causal, mesh, rng):
+    """Whichever devices they lie on; and a sequence with too many is NaN."""
+    operands = drawn(rng)
+    # 0 comes twice, a run covers several chunks, and chunks begin and end inside of runs and between them.
+    runs = [[0] * 4 + [1] * 14 + [0] * 9 + [2] * 5, [0, 1] * 2 + [3] * 28]
+    options = {"causal": causal, "max_segments_per_seq": 4}
+    found = split(mesh, *operands, jnp.asarray(runs, jnp.int32), **options)
+    expected = whole(*operands, jnp.asarray(runs, jnp.int32), **options)
+    assert [bool(jnp.isnan(x).all()) for x in found[0]] == [False, True]
+    for one, other in zip(found, expected, strict=True):
+        assert_close(np.asarray(one)[:1], np.asarray(other)[:1], tolerance=1e-5)
+
+
+def test_a_policy_keeps_attention():
+    """Then keys go around the forward ring once."""
+    mesh = jax.sharding.AbstractMesh((4,), ("context",), (AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((B, T, HEADS, HEAD_DIM), jnp.float32)
+    attend = functools.partial(ring_attention, axis_name="context")
+    attend = jax.shard_map(attend, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+
+    def exchanges(policy):
+        layer = jax.checkpoint(lambda *operands: jnp.sin(attend(*operands)), policy=policy)
+        gradients = jax.grad(lambda *operands: jnp.sum(layer(*operands)), argnums=(0, 1, 2))
+        return str(jax.make_jaxpr(gradients)(x, x, x)).count("ppermute")
+
+    assert exchanges(checkpoint_policies.save_attention) == 3 + 3 + 4
+    assert exchanges(jax.checkpoint_policies.nothing_saveable) == 3 + 3 + 3 + 4
+    of_operands = jax.checkpoint_policies.save_only_these_names("te_attention_operand")
+    _, residuals = jax.eval_shape(lambda *o: jax.vjp(jax.checkpoint(attend, policy=of_operands), *o), x, x, x)
+    assert len(jax.tree.leaves(residuals)) >= 3
+
+
 def test_keys_travel_once_and_gradients_with_them(mesh, rng):
     """In each of three steps, forward and backward, and gradients home, as one array."""
     order = context_order(T, 4)
@@ -136,6 +172,7 @@ def test_keys_travel_once_and_gradients_with_them(mesh, rng):
         ({"axis_name": "other"}, "no axis 'other' is mapped here"),
         ({"window": 3, "causal": False}, "window is 3 with causal=False"),
         ({"scale": float("inf")}, "scale is inf"),
+        ({"max_segments_per_seq": 2}, "max_segments_per_seq is given for runs of segment_ids"),
         ({"segment_ids": jnp.zeros((B, 3), jnp.int32)}, r"segment_ids has shape \(2, 3\) .* integers \(2, 8\)"),
     ],
 )
