@@ -58,14 +58,16 @@ def apply_layers(
       fsdp: how devices share the parameters; see `te_jax.parallel.FSDP`. There is no forward-mode derivative then.
         Under `jax.jit` with the mesh of `jax.set_mesh`, parameters that do not lie as `te_jax.parallel.shard_specs`
         says are moved first, and every leaf of x is split along its first dimension, the batch. The layer sees one
-        device's part of x, as inside of `jax.shard_map`, where parameters and x are this device's parts.
+        device's part of x, as inside of `jax.shard_map`, where parameters and x are this device's parts. Devices draw
+        random numbers for their parts of the batch: the same key gives each other ones.
 
     Returns:
       The result of the last layer; x if there are no layers.
 
     Raises:
       ValueError: `params` is one pytree, and its leaves do not have a first dimension of one size; or `remat` is none
-        of the above; or offload names what a layer does not keep; or fsdp fits neither mesh nor parameters.
+        of the above; or offload names what a layer does not keep; or fsdp fits neither mesh nor parameters, or a branch
+        of a layer that devices choose by their own values reads a state of delayed scaling.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax

@@ -94,7 +94,9 @@ class _Retyped:
             return [varying_over(arguments[0], _axes(eqn.outvars[0]))]
         if name in ("custom_jvp_call", "custom_vjp_call"):
             return self._with_derivative(as_traced, eqn, arguments, axes)
-        if inner or name in ("ffi_call", "te_local_call"):
+        if name == "te_local_call":
+            return eqn.params["again"](*_varying(arguments, axes))
+        if inner or name == "ffi_call":
             raise ValueError(
                 f"in a layer of apply_layers with fsdp, {name} reads an array that devices share, in a branch that "
                 "they choose by their own values, or random numbers: it cannot be traced again for values that vary. "

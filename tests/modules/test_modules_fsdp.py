@@ -74,6 +74,35 @@ def test_nnx(require_devices):
     compare(lambda x, state: nnx.merge(graph, state)(x), layers, te_jax.nnx.requantize(blocks[0]), require_devices)
 
 
+def linen_mlp(key):
+    block = te_jax.flax.GatedMLP(64, dropout_rate=0.5)
+    params = block.init(jax.random.key(0), X[..., :64], deterministic=True)["params"]
+
+    def layer(x, part):
+        return block.apply({"params": part[0]}, x, deterministic=False, rngs={"dropout": part[1]})
+
+    return layer, (params, jax.random.key_data(key))
+
+
+def nnx_mlp(key):
+    graph, state = nnx.split(te_jax.nnx.GatedMLP(64, 64, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=key)))
+    return lambda x, state: nnx.merge(graph, state)(x), state  # draws by a key among its state
+
+
+@pytest.mark.parametrize("make", [linen_mlp, nnx_mlp])
+def test_dropout_is_of_each_device(make, require_devices):
+    require_devices(DEVICES)
+    layer, params = make(jax.random.key(1))
+    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    x = np.concatenate([X[:1, :, :64]] * DEVICES)
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda params, x: apply_layers(layer, [params], x, remat=True, fsdp=FSDP(DEVICES)))
+        first, second = jax.device_get(run(params, x))
+    kept = (first != 0) & (second != 0)
+    assert 0.2 < np.mean(kept) < 0.3
+    np.testing.assert_array_equal(first[kept], second[kept])
+
+
 class Stack(nnx.Module):
     """Blocks that devices share, as docs/guides/fsdp.md has them."""
 

@@ -220,6 +220,9 @@ SHARED = {
     "cond": lambda x, kernel, shared: jax.lax.cond(
         x.sum() > 0, lambda: jnp.tanh(x @ kernel), lambda: jnp.sin(x @ jax.nn.relu(shared))
     ),
+    "cond of operations": lambda x, kernel, shared: jax.lax.cond(
+        x.sum() > 0, lambda: jnp.tanh(x @ kernel), lambda: x @ ops.dense(ops.rms_norm(shared, shared[0]), shared)
+    ),
     "cond that returns it": lambda x, kernel, shared: jnp.sin(
         x @ (kernel + jax.lax.cond(x.sum() > 0, lambda: 2 * shared, lambda: shared.T))
     ),
@@ -258,16 +261,35 @@ def test_gradients_of_what_a_branch_reads_are_summed_outside_of_it(case, place, 
     assert_same(found(kernels, shared, x), expected(kernels, shared), 1e-5)
 
 
-def test_a_branch_of_devices_has_no_state(mesh, rng):
-    recipe = DelayedScaling()
-    params, x = draw(rng, count=1)
+# Layers (x, params) that close over a kernel, and what is said of them.
+REFUSED = {
+    "reads a state of delayed scaling": lambda shared: (
+        lambda x, params: jax.lax.cond(
+            x.sum() > 0,
+            lambda: ops.dense(x, params[0], recipe=DelayedScaling(), scaling_state=params[1]),
+            lambda: x,
+        )
+    ),
+    "custom_linear_solve reads an array that devices share": lambda shared: (
+        lambda x, params: jax.lax.cond(x.sum() > 0, lambda: x @ jnp.linalg.solve(shared, shared), lambda: x)
+    ),
+    r"a branch has a psum\w* over \['fsdp'\]": lambda shared: (
+        lambda x, params: jax.lax.cond(
+            jax.random.bernoulli(jax.random.key(0)), lambda: x * jax.lax.psum(x, "fsdp"), lambda: x
+        )
+    ),
+}
 
-    def reads(x, params):
-        dense = lambda: ops.dense(x["h"], params[0]["up"], recipe=recipe, scaling_state=params[1])[..., :WIDTH]  # noqa: E731
-        return x | {"h": jax.lax.cond(x["mask"].sum() > 0, dense, lambda: x["h"])}
 
-    with pytest.raises(ValueError, match="reads a state of delayed scaling"), jax.set_mesh(mesh):
-        jax.eval_shape(lambda x: apply_layers(reads, [(params[0], recipe.init())], x, fsdp=of(quantize=None)), x)
+@pytest.mark.parametrize("words", REFUSED)
+def test_branches_of_devices_that_are_refused(words, mesh):
+    params = [(jnp.eye(128), DelayedScaling().init())]
+
+    def run(x, shared):
+        return apply_layers(REFUSED[words](shared), params, x, fsdp=FSDP(DEVICES))
+
+    with pytest.raises(ValueError, match=words), jax.set_mesh(mesh):
+        jax.eval_shape(run, jnp.ones((2, 128)), jnp.eye(128))
 
 
 # How a layer finds a key, from one of the step.
