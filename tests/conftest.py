@@ -5,10 +5,12 @@ Everything here happens before a backend starts. The same tests run on a GPU wit
 
 import collections
 import dataclasses
+import functools
 import gc
 import os
 import pathlib
 import secrets
+import typing
 
 # Oracles in NumPy: threads of its BLAS wait for work by spinning, on cores that XLA and other workers compute on.
 # The BLAS of kernels is scipy's, which loads later and keeps its threads.
@@ -26,6 +28,8 @@ from xla_flags import asks_for_devices, compile_quickly
 
 from te_jax import native, ops
 from te_jax.native import extension
+from te_jax.ops import implementations
+from te_jax.recipe import Scaling
 
 gc.set_threshold(100_000, 20, 50)  # tracing makes many objects that stay: looking for cycles was a tenth of the time
 compile_quickly()
@@ -130,6 +134,29 @@ def pytest_collection_modifyitems(config, items):
         skip = pytest.mark.skip(reason="needs a GPU and the CUDA extension")
         for item in on_gpu:
             item.add_marker(skip)
+
+
+@functools.cache
+def _refused_on_this_gpu():
+    """What operations say of each scaling whose products this GPU does not have at all, such as MXFP8 on 9.0."""
+    messages = set()
+    for scaling in typing.get_args(Scaling):
+        try:
+            implementations.fp8_implementation(None, scaling)
+        except native.NativeUnavailableError as error:
+            messages.add(str(error))
+    return messages if jax.default_backend() == "gpu" else set()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Skips what the GPU refuses by design."""
+    try:
+        return (yield)
+    except native.NativeUnavailableError as error:
+        if str(error) not in _refused_on_this_gpu():
+            raise
+        pytest.skip(str(error))
 
 
 # ------------------------------------------------------------------------------------------------- compiled programs

@@ -109,7 +109,7 @@ def rms_norm(
     Examples:
       >>> import jax.numpy as jnp, te_jax
       >>> x, scale = jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0])
-      >>> te_jax.ops.rms_norm(x, scale, epsilon=0.0).tolist()
+      >>> te_jax.ops.rms_norm(x, scale, epsilon=0.0).round(3).tolist()
       [[1.0, -2.0]]
       >>> recipe, kernel, ones = te_jax.recipe.CurrentScaling(), jnp.ones((32, 16)), jnp.ones((4, 32))
       >>> quantization = recipe.quantization("activation")
@@ -192,7 +192,7 @@ def layer_norm(
     Examples:
       >>> import jax.numpy as jnp, te_jax
       >>> x, ones = jnp.array([[1.0, 5.0]]), jnp.ones(2)
-      >>> te_jax.ops.layer_norm(x, ones, ones, epsilon=0.0).tolist()
+      >>> te_jax.ops.layer_norm(x, ones, ones, epsilon=0.0).round(3).tolist()
       [[0.0, 2.0]]
     """
     norm = Norm(_as_epsilon(epsilon), centered=True)

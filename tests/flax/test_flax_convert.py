@@ -645,8 +645,8 @@ OWN = te_jax.flax.EinsumLayer("weight_name", "eqn")
 def test_einsum_layers_of_another_class(rng, recipe):
     model, x = convert(OwnMlp(), recipe, layers={OwnEinsum: OWN}), normal(rng, (16, 32))
     variables = jax.jit(model.init)(jax.random.key(0), x)
-    params = OwnMlp().init(jax.random.key(0), x)["params"]
-    jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+    params = jax.jit(OwnMlp().init)(jax.random.key(0), x)["params"]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), variables["params"], params)
     assert recipes(model) == {"gating_einsum": recipe, "linear": recipe, "odd": None}
     assert report(model).skipped[0].reason.startswith("32 features in, 40 out: FP8 products need multiples of 16")
 

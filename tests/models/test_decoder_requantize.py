@@ -199,7 +199,7 @@ def test_remat_and_offload(change, tokens):
     state = first_state(config)
     _, (losses, gradients) = step(config, state, tokens[0])
     _, (others, recomputed) = step(dataclasses.replace(config, **change), state, tokens[0])
-    np.testing.assert_array_equal(losses, others)
+    np.testing.assert_allclose(losses, others, rtol=1e-6)
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(recomputed), strict=True):
         assert_close(one, other, tolerance=1e-3)
 
