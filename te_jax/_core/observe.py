@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-Kind = Literal["sum", "max", "min"]
+Kind = Literal["sum", "max", "min", "norm"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,15 +133,16 @@ KINDS: Mapping[str, Kind] = {
     "underflows": "sum",
     "saturated": "sum",
     "nonfinite": "sum",
-    "squares": "sum",
-    "error_squares": "sum",
+    "norm": "norm",
+    "error_norm": "norm",
     "exponents": "sum",
     "row_errors": "sum",
     "rows": "sum",
     "col_errors": "sum",
     "cols": "sum",
 }
-"""The fields of statistics, and how those of parts of a tensor are combined."""
+"""The fields of statistics, and how those of parts of a tensor are combined; norms, as their squares may leave
+float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +193,7 @@ def tag(arrays: Sequence[Array], links: Sequence[Array], statistics: Sequence[Ar
 
 def identity_of(kind: Kind, dtype: Any) -> Any:
     """What changes nothing that it is combined with."""
-    if kind == "sum":
+    if kind in ("sum", "norm"):
         return np.zeros((), dtype)
     limits: Any = jnp.iinfo(dtype) if np.issubdtype(dtype, np.integer) else None
     smallest, largest = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
@@ -200,6 +202,8 @@ def identity_of(kind: Kind, dtype: Any) -> Any:
 
 def combined(kind: Kind, first: Array, second: Array) -> Array:
     """The statistics of two parts together."""
+    if kind == "norm":
+        return reduced(kind, jnp.stack([first, second]))
     return {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[kind](first, second)
 
 
@@ -207,13 +211,26 @@ def reduced(kind: Kind, x: Array, axis: int = 0) -> Array:
     """The statistics of all parts along an axis together."""
     if kind == "sum":
         return jnp.sum(x, axis=axis)
+    if kind == "norm":
+        factor = power_of_two_for(jnp.max(x, axis=axis, keepdims=True, initial=0.0))
+        norm = jnp.sqrt(jnp.sum(jnp.square(x * factor), axis=axis, keepdims=True)) / factor
+        return jnp.squeeze(norm, axis)
     function = jnp.max if kind == "max" else jnp.min
     return function(x, axis=axis, initial=identity_of(kind, x.dtype))
 
 
 def reduced_over_devices(kind: Kind, x: Array, axes: tuple[str, ...]) -> Array:
     """The statistics of all devices along mapped axes together."""
+    if kind == "norm":
+        factor = power_of_two_for(lax.pmax(x, axes))
+        return jnp.sqrt(lax.psum(jnp.square(x * factor), axes)) / factor
     return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](x, axes)
+
+
+def power_of_two_for(magnitude: Array) -> Array:
+    """The factor that brings a float32 magnitude to between 1 and 4, exactly, as far as float32 reaches."""
+    exponent = lax.bitcast_convert_type(magnitude, jnp.int32) >> 23
+    return lax.bitcast_convert_type(jnp.clip(254 - exponent, 1, 253) << 23, jnp.float32)
 
 
 # -------------------------------------------------------------------------------------------------------- primitives
@@ -260,8 +277,9 @@ def _batch_tag(operands, dims, *, static: Tag, num_arrays: int, num_links: int):
         link if dim is None else lax.index_in_dim(link, 0, dim, keepdims=False)
         for link, dim in zip(operands[num_arrays:first], dims[num_arrays:first], strict=True)
     ]
+    repeated = {"sum": size, "norm": math.sqrt(size)}
     statistics = [
-        reduced(kind, x, dim) if dim is not None else x * np.asarray(size, x.dtype) if kind == "sum" and mapped else x
+        reduced(kind, x, dim) if dim is not None else x * np.asarray(repeated.get(kind, 1) if mapped else 1, x.dtype)
         for kind, x, dim in zip(static.kinds, operands[first:], dims[first:], strict=True)
     ]
     return tag(operands[:num_arrays], links, statistics, static), dims[:num_arrays]

@@ -49,7 +49,7 @@ class LayerErrors:
         return math.inf if self.nonfinite else max(known, default=0.0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Comparison:
     """The result of `compare`. Printed, it is a table.
 

@@ -89,11 +89,11 @@ class TensorStatistics:
         `te_jax.ops.quantize`.
       smallest_scale, largest_scale: float32 [*layers], of the scales by which x is multiplied; NaN if no amax that a
         scale follows from is finite.
-      underflow: float32 [*layers], the share of the values other than zero that became zero.
+      underflow: float32 [*layers], the share of the values other than zero, and subnormals, that became zero.
       saturation: float32 [*layers], the share of these that were beyond the largest FP8 value, and became that.
       nonfinite: float32 [*layers], the share of all values that are NaN or infinite.
-      error: float32 [*layers], ‖x - Q(x)‖ / ‖x‖ over the finite values of x, from float32 sums of squares; 0 for zeros,
-        NaN where Q(x) is NaN because another value of its scale is not finite, or where squares leave float32.
+      error: float32 [*layers], ‖x - Q(x)‖ / ‖x‖ over the finite values of x; 0 for zeros, NaN where Q(x) is NaN because
+        another value of its scale is not finite, or where ‖x‖ leaves float32.
       exponents: float32 [*layers, 256], the share of all values whose float32 has exponent bits i: zeros are in 0,
         |x| in [2^(i-127), 2^(i-126)) in i, NaN and infinities in 255. None unless asked for.
     """
@@ -214,10 +214,9 @@ def _of_all_layers(field: str, value: Array) -> Array:
 def _statistics(raw: Mapping[str, Array]) -> TensorStatistics:
     bits = jnp.where(raw["amax_bits"] > _INFINITY, _QUIET_NAN, raw["amax_bits"])
     known = raw["smallest_scale"] <= raw["largest_scale"]
-    squares, error_squares = raw["squares"], raw["error_squares"]
-    zeros = raw["nonzero"] == 0.0
-    # Squares that are all too small for float32 say nothing of the error.
-    error = jnp.where(zeros, 0.0, jnp.sqrt(error_squares / squares))
+    known_norm = (raw["norm"] > 0.0) & jnp.isfinite(raw["norm"])
+    norm = jnp.where(known_norm, raw["norm"], jnp.nan)  # an error beside an infinite norm is not 0
+    error = jnp.where(raw["nonzero"] == 0.0, 0.0, raw["error_norm"] / norm)
     exponents = raw.get("exponents")
     return TensorStatistics(
         amax=lax.bitcast_convert_type(bits, jnp.float32),

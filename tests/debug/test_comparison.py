@@ -83,8 +83,9 @@ def test_the_first_gradient_that_is_not_finite_is_found(rng):
     assert "the backward pass is not finite from stack[3] on" in str(found)
 
 
-def test_errors_are_those_of_numpy(rng):
-    x, kernel, dy = normal(rng, 48, 64), normal(rng, 64, 32), normal(rng, 48, 32)
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e18])
+def test_errors_are_those_of_numpy(scale, rng):
+    x, kernel, dy = scale * normal(rng, 48, 64), normal(rng, 64, 32), normal(rng, 48, 32)
     recipe = CurrentScaling()
 
     def loss(params, x, dy):
@@ -205,6 +206,7 @@ def test_table_and_plot(rng, tmp_path, monkeypatch):
     assert lines[0].split() == ["layer", "y", "dx", "dkernel", "nonfinite", "worst", "tensor"]
     assert lines[2].startswith(found.layers[0].layer)
     assert len(lines) == 4
+    assert hash(found) == hash(found)
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000

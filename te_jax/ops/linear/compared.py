@@ -143,16 +143,16 @@ def compared(
     """The value [*rows, *cols], with its relative errors."""
     wide, exact = (lax.stop_gradient(x).astype(jnp.float32) for x in (value, expected))
     finite = jnp.isfinite(wide) & jnp.isfinite(exact)
-    squares, errors = (jnp.where(finite, x, 0.0) ** 2 for x in (exact, wide - exact))
+    wide_or_zero, exact = (jnp.where(finite, x, 0.0) for x in (wide, exact))
     rows, cols = tuple(range(row_ndim)), tuple(range(row_ndim, value.ndim))
     statistics: dict[str, Array] = {
-        "squares": jnp.sum(jnp.sum(squares, axis=cols)),
-        "error_squares": jnp.sum(jnp.sum(errors, axis=cols)),
         "nonfinite": jnp.sum(jnp.sum(~jnp.isfinite(wide), axis=cols, dtype=jnp.int32).astype(jnp.float32)),
         "count": jnp.full((), value.size, jnp.float32),
     }
     for name, axes in (("row", cols), ("col", rows)):
-        of_each, error = jnp.sum(squares, axis=axes), jnp.sum(errors, axis=axes)
+        factor = observe.power_of_two_for(jnp.max(jnp.abs(exact), axis=axes, keepdims=True, initial=0.0))
+        differences = wide_or_zero * factor - exact * factor
+        of_each, error = (jnp.sum(x**2, axis=axes) for x in (exact * factor, differences))
         counts = of_each > 0.0
         statistics[f"{name}_errors"] = jnp.sum(jnp.where(counts, error / jnp.where(counts, of_each, 1.0), 0.0))
         statistics[f"{name}s"] = jnp.sum(counts.astype(jnp.float32))

@@ -16,6 +16,7 @@ from te_jax.recipe import Role
 from te_jax.sharding import Layout
 
 _INFINITY, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
+_SMALLEST = np.finfo(np.float32).tiny
 _ROUNDED = np.float32(1 + 2**-20)  # what scales in float32 may be off by
 _EXPONENTS = 256
 
@@ -80,28 +81,40 @@ def _fields(x: Array, copies: Sequence[QuantizedArray], *, exponents: bool) -> l
     # One comparison, which NaN and infinities fail too. XLA keeps a mask of two comparisons in memory.
     above = lax.bitcast_convert_type(bits - _SMALLEST_NORMAL, jnp.uint32)
     nonzero = above < np.uint32(_INFINITY - _SMALLEST_NORMAL)
+    factor = _factor(copies[0])
     of_x = {
         ("amax_bits",): jnp.max(bits, axis=-1, initial=0),
-        ("squares",): jnp.sum(jnp.where(finite, x, 0.0) ** 2, axis=-1),
+        ("norm",): jnp.sum(jnp.where(finite, x * factor, 0.0) ** 2, axis=-1),
         **_counts(nonzero=nonzero, nonfinite=~finite),
     }
 
-    def of_copy(copy: QuantizedArray) -> _Rows:
+    def rows_of(copy: QuantizedArray) -> _Rows:
         read, largest = _read(x, copy, layout)
         return {
-            ("error_squares",): jnp.sum(jnp.where(finite, x - read, 0.0) ** 2, axis=-1),
+            ("error_norm",): jnp.sum(jnp.where(finite, x * factor - read * factor, 0.0) ** 2, axis=-1),
             **_counts(underflows=nonzero & (read == 0.0), saturated=finite & (jnp.abs(x) > largest * _ROUNDED)),
         }
 
     # XLA finds all rows in one pass over x, and float32 sums of rows lose less than one sum of all values.
-    of_x, *of_copies = lax.optimization_barrier([of_x, *map(of_copy, copies)])
+    of_x, *of_copies = lax.optimization_barrier([of_x, *map(rows_of, copies)])
     rest: dict[str, Array] = {"count": jnp.full((), x.size, jnp.float32)}
     if exponents:
         each = jnp.arange(_EXPONENTS, dtype=jnp.int32).reshape((1,) * x.ndim + (_EXPONENTS,))
         is_in_bin = jnp.expand_dims(bits >> 23, x.ndim) == each
         counts = jnp.sum(is_in_bin, axis=x.ndim - 1, dtype=jnp.int32).astype(jnp.float32)
         rest["exponents"] = jnp.sum(counts, axis=tuple(range(x.ndim - 1)))
-    return [_of_tensor(of_x | found) | _of_scales(copy) | rest for copy, found in zip(copies, of_copies, strict=True)]
+    return [
+        _of_tensor(of_x | found, factor) | _of_scales(copy) | rest
+        for copy, found in zip(copies, of_copies, strict=True)
+    ]
+
+
+def _factor(copy: QuantizedArray) -> Array:
+    """The power of two by which values are multiplied before they are squared, so that squares stay in float32. It
+    follows from the scales: the amax would cost a pass of its own."""
+    scale_inv = _scale_inv(copy)
+    known = jnp.where(jnp.isfinite(scale_inv), scale_inv, 0.0)
+    return observe.power_of_two_for(jnp.max(known, initial=0.0)) * np.float32(2**-6)
 
 
 def _counts(**flags: Array) -> _Rows:
@@ -113,20 +126,30 @@ def _counts(**flags: Array) -> _Rows:
     return {(name,): jnp.sum(each, axis=-1, dtype=jnp.int32) for name, each in flags.items()}
 
 
-def _of_tensor(rows: _Rows) -> dict[str, Array]:
+def _of_tensor(rows: _Rows, factor: Array) -> dict[str, Array]:
     """Sums are float32: integers of 32 bits do not count the values of all devices; those of a row they do."""
     found = {}
     for fields, values in rows.items():
         for place, field in enumerate(fields):
             each = values if len(fields) == 1 else values >> 16 * place & 0xFFFF
-            is_largest = observe.KINDS[field] == "max"
-            found[field] = jnp.max(each, initial=0) if is_largest else jnp.sum(each.astype(jnp.float32))
+            if observe.KINDS[field] == "max":
+                found[field] = jnp.max(each, initial=0)
+                continue
+            total = jnp.sum(each.astype(jnp.float32))
+            if observe.KINDS[field] == "norm":
+                # What is above 0 stays above it.
+                total = jnp.where(total > 0.0, jnp.maximum(jnp.sqrt(total) / factor, _SMALLEST), total)
+            found[field] = total
     return found
 
 
-def _of_scales(copy: QuantizedArray) -> dict[str, Array]:
+def _scale_inv(copy: QuantizedArray) -> Array:
     scale_inv: Any = copy.scale_inv if copy.data is not None else copy.transposed_scale_inv
-    scale = 1.0 / scale_inv.astype(jnp.float32)
+    return scale_inv.astype(jnp.float32)
+
+
+def _of_scales(copy: QuantizedArray) -> dict[str, Array]:
+    scale = 1.0 / _scale_inv(copy)
     known = jnp.isfinite(scale)
     return {
         "smallest_scale": jnp.min(jnp.where(known, scale, jnp.inf), initial=np.inf),
