@@ -148,6 +148,15 @@ class _Log:
 
     def __init__(self):
         self.layers: dict[tuple[str, str], conversion.Layer] = {}
+        self.of_shape: dict[tuple[str, str], Callable[..., conversion.Layer]] = {}
+
+    def complete(self, params: Any) -> None:
+        """Counts whole kernels: `nn.scan` and `nn.vmap` show a layer its part of them."""
+        for (path, name), row in self.of_shape.items():
+            whole = modules.unboxed(_at(params, "/".join(filter(None, (path, name or "kernel")))))
+            if getattr(whole, "ndim", 0) >= 2:
+                self.layers[path, name] = row(shape=whole.shape)
+        self.of_shape.clear()
 
     def rows(self) -> list[conversion.Layer]:
         """The layers, with the names of kernels in the paths of modules that are no linear layers and have several."""
@@ -314,11 +323,13 @@ class _Conversion:
         for name, value in module.variables.get("params", {}).items():
             value = modules.unboxed(value)
             shared = (_path(module), "" if name == "kernel" else name) in self.log.layers  # noted with its scope
-            if name not in ("scale", "bias") and getattr(value, "ndim", 0) >= 2 and not shared:
+            matrix = getattr(value, "ndim", 0) >= 2 and not conversion.is_token(name, value.shape)
+            if name not in ("scale", "bias") and matrix and not shared:
                 embedding = isinstance(module, nn.Embed) or "emb" in name
                 other = conversion.no_linear_layer(type(module), "nn.Dense, nn.DenseGeneral and nn.Einsum")
                 reason = conversion.EMBEDDING if embedding else other
-                self._note(module, name, value, None, reason, experts=value.ndim > 2)
+                experts = value.ndim > 2 and not isinstance(module, nn.Conv | nn.ConvTranspose | nn.ConvLocal)
+                self._note(module, name, value, None, reason, experts=experts)
 
     def _note(
         self,
@@ -336,9 +347,16 @@ class _Conversion:
         path = "/".join(filter(None, (_path(module), inner)))
         key = path, "" if name == "kernel" else name
         if shape is not None or key not in self.log.layers:
-            self.log.layers[key] = conversion.layer_of_kernel(
-                path, type(module), shape, recipe, reason, experts=experts, share=share
+            row = functools.partial(
+                conversion.layer_of_kernel,
+                path,
+                type(module),
+                recipe=recipe,
+                reason=reason,
+                experts=experts,
+                share=share,
             )
+            self.log.layers[key], self.log.of_shape[key] = row(shape=shape), row
 
 
 class _Running(threading.local):
@@ -397,7 +415,10 @@ def _converted_class(base: type[nn.Module]) -> type[Any]:
         @nn.nowrap
         def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any):  # as part of another module, or bound
             with _intercepted(self.te_jax_conversion, self.path if self.scope is not None else ()):
-                return super()._call_wrapped_method(fun, args, kwargs)
+                result = super()._call_wrapped_method(fun, args, kwargs)
+                if self.scope is not None and self.path == _running.root and _running.conversion is not None:
+                    _running.conversion.log.complete(self.variables.get("params", {}))
+                return result
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Converted, name, getattr(base, name))

@@ -285,6 +285,11 @@ def entry_of(layers: Layers, layer: type) -> EinsumLayer | KernelsLayer | None:
     return None
 
 
+def is_token(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a class or register token, which is added to a sequence: nothing multiplies by it."""
+    return math.prod(shape[:-1]) == 1 or bool(re.search(r"(token|register)s?$", name.lower()))
+
+
 def layer_of_kernel(
     path: str,
     module_class: type,

@@ -424,10 +424,11 @@ def _kernels_of_another_class(
     kernels: dict[str, tuple[int, ...]] = {}
     for name, variable in _own_variables(module):
         shape = tuple(getattr(variable.get_value(), "shape", ()))
-        other = isinstance(variable, nnx.LoRAParam) or name.rpartition("/")[2] in ("scale", "bias")
+        last = name.rpartition("/")[2]
+        other = isinstance(variable, nnx.LoRAParam) or last in ("scale", "bias") or conversion.is_token(last, shape)
         if isinstance(variable, nnx.Param) and len(shape) >= 2 and not other and name not in except_for:
             kernels[name] = shape
-    several = len(kernels) + len(except_for) > 1
+    several, convolution = len(kernels) + len(except_for) > 1, isinstance(module, nnx.Conv | nnx.ConvTranspose)
     for name, shape in kernels.items():
         if isinstance(module, nnx.Embed) or "emb" in name:
             reason = conversion.EMBEDDING
@@ -437,7 +438,7 @@ def _kernels_of_another_class(
             reason = conversion.no_linear_layer(type(module), "nnx.Linear, nnx.LinearGeneral and nnx.Einsum")
         first, *others = ["/".join(filter(None, (path, name))) for path in paths] if several else paths
         yield conversion.layer_of_kernel(
-            first, _layer_class(module), shape, None, reason, tuple(others), experts=len(shape) > 2
+            first, _layer_class(module), shape, None, reason, tuple(others), experts=len(shape) > 2 and not convolution
         )
 
 

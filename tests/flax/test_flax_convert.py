@@ -422,6 +422,34 @@ class Named(nn.Module):
         return x @ (kernel if kernel.ndim == 2 else kernel.sum(0))
 
 
+class Patches(nn.Module):
+    """A convolution has no experts, nothing multiplies by a class token, and a scan has several layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(32, (2, 2), name="projection")(x).reshape(x.shape[0], -1, 32)
+        x = x + self.param("cls_token", nn.initializers.zeros, (1, 1, 32))
+        layers = nn.scan(Mlp, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return layers(name="layers")(x, None)[0]
+
+
+def test_convolutions_and_tokens_and_scans():
+    model, x = convert(Patches(), BlockScaling()), jax.ShapeDtypeStruct((2, 4, 4, 16), jnp.float32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    expected = [
+        ("projection", "Conv (2, 2, 16, 32)", 2 * 4 * 16 * 32),
+        *(
+            (f"layers/{name}", f"Dense {shape}", 2 * 3 * 32 * 48)
+            for name, shape in (("up", (3, 32, 48)), ("down", (3, 48, 32)))
+        ),
+    ]
+    for _ in range(2):
+        layers = report(model).layers
+        assert sorted((layer.path, layer.kind, layer.flops) for layer in layers) == sorted(expected)
+        assert not any(layer.all_experts for layer in layers)
+        jax.eval_shape(model.apply, variables, x)
+
+
 def test_the_report_has_a_row_for_each_kernel():
     x = jnp.ones((16, 32))
     model = convert(SharingScope(), BlockScaling())

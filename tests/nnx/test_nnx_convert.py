@@ -561,6 +561,20 @@ def test_the_report_has_a_row_for_each_kernel():
     assert repr(report).endswith("not known how many a token meets: 3")
 
 
+class Patches(nnx.Module):
+    """A convolution has no experts, and nothing multiplies by tokens that are added to a sequence."""
+
+    def __init__(self, rngs):
+        self.projection = nnx.Conv(3, 32, (8, 8), rngs=rngs)
+        self.cls_token, self.registers = nnx.Param(jnp.zeros((1, 1, 32))), nnx.Param(jnp.zeros((1, 4, 32)))
+
+
+def test_convolutions_and_tokens():
+    report = convert(Patches(nnx.Rngs(0)), BlockScaling())
+    kinds = [(layer.path, layer.kind, layer.all_experts) for layer in report.layers]
+    assert kinds == [("projection", "Conv (8, 8, 3, 32)", False)]
+
+
 @pytest.mark.parametrize("recipe", [BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
 def test_what_pickle_stores_it_stores_after_the_conversion(rng, recipe):
     model = nnx.Dict(layer=OwnMethod(32, 32, rngs=nnx.Rngs(0)), plain=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
