@@ -112,6 +112,20 @@ def test_one_product_of_experts_in_fp8(recipe, product, contracting, rng):
     assert_in_fp8(product, dict(zip(PRODUCTS, map(relative_error, found, expected), strict=True)), 1e-6)
 
 
+def test_a_fake_product_reads_its_own_copies(rng):
+    """The blocks of its own direction, also where the other product that reads an operand has the same recipe."""
+    case = random_layer(rng, (40,), (32,), (48,), "float32", with_bias=False)
+
+    def step(names):
+        recipe = products(**dict.fromkeys(names, Fake(BLOCK)))
+        y, vjp = jax.vjp(lambda x, kernel: ops.dense(x, kernel, recipe=recipe), case.x, case.kernel)
+        return y, *vjp(case.dy)
+
+    together, *alone = jax.jit(lambda: [step(PRODUCTS), *(step((name,)) for name in PRODUCTS)])()
+    for place, results in enumerate(alone):
+        assert relative_error(together[place], results[place]) < 1e-6, PRODUCTS[place]
+
+
 def test_mixture_of_experts(rng):
     kernels = tuple(
         jnp.asarray(rng.standard_normal(shape) / 11, jnp.float32) for shape in ((4, 128, 128),) * 2 + ((4, 128, 128),)
