@@ -51,7 +51,7 @@ class MaxTextQuantization:
 
     Experts are quantized with sparse_matmul=False. With sparse_matmul=True and megablox=False, MaxText 0.2.5 calls
     `jax.lax.ragged_dot` without asking the quantization; 0.2.4 fails with any but that of AQT. Put such experts in FP8
-    once the model is made, in a training loop of your own:
+    once the model is made, in a training loop of your own; the report of it has the dense layers too:
 
         te_jax.nnx.convert(model, BlockScaling())
 
@@ -158,6 +158,12 @@ class DotGeneral(linear.DotGeneral):
         if obstacle is not None:
             return lax.dot_general(lhs, rhs, dimension_numbers, precision=precision, **options)
         return super().__call__(lhs, rhs, dimension_numbers, precision, **options, **kwargs)
+
+    def noted(self, shape: Sequence[int]) -> conversion.Layer | None:
+        """The row of a kernel in the quantization's report: that of its axes, if layers are stacked in its shape."""
+        rows = {} if self.log is None else self.log.layers
+        same_axes = [row for (axes, _), row in rows.items() if axes == self.kernel_axes]
+        return rows.get((self.kernel_axes, tuple(shape)), next(iter(same_axes), None))
 
 
 def _is_router(kernel_axes: tuple[str | None, ...]) -> bool:

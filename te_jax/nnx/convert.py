@@ -436,10 +436,21 @@ def _kernels_of_another_class(
             reason = "its KernelsLayer does not name it as a kernel"
         else:
             reason = conversion.no_linear_layer(type(module), "nnx.Linear, nnx.LinearGeneral and nnx.Einsum")
+        chosen = None
+        if (noted := _noted_by_maxtext(module, shape)) is not None:
+            chosen, reason = noted.recipe, noted.reason or "by its MaxTextQuantization"
         first, *others = ["/".join(filter(None, (path, name))) for path in paths] if several else paths
         yield conversion.layer_of_kernel(
-            first, _layer_class(module), shape, None, reason, tuple(others), experts=len(shape) > 2 and not convolution
-        )
+            first, _layer_class(module), shape, chosen, reason, tuple(others),
+            experts=len(shape) > 2 and not convolution and noted is None,
+        )  # fmt: skip
+
+
+def _noted_by_maxtext(module: nnx.Module, shape: tuple[int, ...]) -> conversion.Layer | None:
+    """The row of a kernel of MaxText's layers that a bridged `te_jax.flax.maxtext.DotGeneral` multiplies by."""
+    products = [getattr(child, "to_nnx__module", None) for child in vars(module).values()]
+    noting = [product.noted for product in products if hasattr(product, "noted")]
+    return noting[0](shape) if noting else None
 
 
 def _foreign_part(module: Any, with_lora: bool) -> str | None:

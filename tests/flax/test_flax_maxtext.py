@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from te_jax.flax.maxtext import MaxTextQuantization
-from te_jax.nnx import OverwriteWithGradient, overwrite_with_gradient
+from te_jax.nnx import OverwriteWithGradient, convert, overwrite_with_gradient
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import relative_error
 
@@ -42,6 +42,19 @@ class LikeDenseGeneral(nnx.Module):
     def __call__(self, inputs):
         inputs, kernel = jnp.asarray(inputs, jnp.bfloat16), jnp.asarray(self.kernel[...], jnp.bfloat16)
         return getattr(self, self.name)(inputs, kernel, self._numbers(inputs), precision=None, mutable=["aqt"])
+
+
+def test_the_report_of_convert_has_layers_that_are_quantized():
+    """Convert is for the experts of MaxText; its dense layers run in FP8 by their quantization."""
+    quant, rngs = MaxTextQuantization(BlockScaling()), nnx.Rngs(0)
+    up, gate = (
+        LikeDenseGeneral((32,), (2, 16), quant, rngs),
+        LikeDenseGeneral((32,), (8,), quant, rngs, ("embed", None)),
+    )
+    layers = {layer.path: layer for layer in convert(nnx.Dict(up=up, gate=gate), BlockScaling()).layers}
+    assert (layers["up"].recipe, layers["up"].reason) == (BlockScaling(), "by its MaxTextQuantization")
+    assert (layers["gate"].recipe, layers["gate"].reason) == (None, "a router by its axes")
+    assert not layers["up"].all_experts
 
 
 def of_maxtext(in_features_shape, out_features_shape, quant, rngs):
