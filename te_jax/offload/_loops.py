@@ -1,4 +1,4 @@
-"""Loops whose residuals XLA would stack in host memory."""
+"""Loops and branches that residuals in host memory do not leave on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _Tree = TypeVar("_Tree")
 
 
 def refuse_loops(residuals: _Tree, inside: bool = False) -> _Tree:
-    """The residuals, of which those in host memory leave no loop of a GPU: XLA has no stack of them that a loop fills.
+    """The residuals, of which those in host memory leave no loop and no branch of a GPU.
+
+    XLA has no stack in host memory that a loop fills with arrays of host memory, and no zeros there for the branches
+    that do not have these residuals.
 
     Args:
       residuals: a tree of arrays.
@@ -29,27 +32,30 @@ def refuse_loops(residuals: _Tree, inside: bool = False) -> _Tree:
         same = lambda x: [x]  # noqa: E731
         return by_platform([leaf], cuda=same, default=same, refused=(("cuda", _IN_A_LOOP),))[0]
 
-    return jax.tree.map(refused, residuals) if inside or _leaves_a_loop() else residuals
+    return jax.tree.map(refused, residuals) if inside or _leave_a_loop() else residuals
 
 
-def _leaves_a_loop() -> bool:
-    """Whether JAX differentiates a loop around this call, and the loop keeps residuals of all iterations.
+def _leave_a_loop() -> bool:
+    """Whether JAX differentiates a loop or a conditional around this call, and returns residuals from it.
 
     Only the functions that call this one know.
     """
     frame = inspect.currentframe()
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith("ad_checkpoint.py"):  # recomputes them in the iteration that needs them
+        if file.endswith("ad_checkpoint.py"):  # recomputes them where the backward pass needs them
             return False
-        if file.endswith("loops.py") and name in ("_scan_jvp", "_scan_linearize"):
+        if file.endswith(("loops.py", "conditionals.py")) and name in _DERIVATIVES:
             return True
         frame = frame.f_back
     return False
 
 
+_DERIVATIVES = ("_scan_jvp", "_scan_linearize", "_cond_jvp", "_cond_linearize")
+
 _IN_A_LOOP = (
-    "the gradient of a loop, lax.scan or scan_layers, whose body keeps residuals in host memory by an Offload: XLA "
-    "does not stack arrays of host memory for a GPU. Take the gradient inside of the loop, as accumulate_gradients of "
-    "te_jax.layers does; or wrap the body in jax.checkpoint (remat=True of scan_layers), which runs it twice"
+    "the gradient of a loop or a conditional, such as lax.scan, scan_layers or lax.cond, whose body keeps residuals in "
+    "host memory by an Offload: XLA for GPUs does not stack arrays of host memory. Take the gradient inside of the "
+    "body, as accumulate_gradients of te_jax.layers does; or wrap the body of the loop, or each branch, in "
+    "jax.checkpoint (remat=True of scan_layers), which runs it twice"
 )

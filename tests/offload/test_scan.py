@@ -1,6 +1,5 @@
 """The copies of `te_jax.layers.scan_layers`: delayed, through poisoned slots, and called in an order that is none."""
 
-import contextlib
 import functools
 import threading
 
@@ -8,25 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from h200 import compiled, know_handlers, needs_compiler
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from late_copies import late_copies
 
 from te_jax import native, testing
 from te_jax.layers import scan_layers
 from te_jax.offload import LAYER_INPUT, Offload
 
 KEEP_HIDDEN = jax.checkpoint_policies.save_only_these_names("hidden")
-
-
-@contextlib.contextmanager
-def late_copies():
-    """Every copy begins up to 2 ms late, and slots hold NaN before."""
-    disturb = native.extension_module("cuda" if jax.default_backend() == "gpu" else "cpu").disturb_offload
-    disturb(2000)
-    try:
-        yield
-    finally:
-        disturb(0)
 
 
 @pytest.fixture
@@ -169,8 +161,42 @@ def test_what_is_refused(rng):
         scan_layers(lambda x, p: x @ p["up"], params, x, offload=Offload(implementation="xla"))
     with pytest.raises(ValueError, match="stacked parameters need a first dimension of one size"):
         scan_layers(layer, [params["up"], x], x)
+    in_fp8 = gradient(True, Offload(min_size=0, quantize=True, implementation="xla"))
+    with jax.enable_x64(True):
+        of_64_bits = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), (params, x))
+        with pytest.raises(ValueError, match=r"layer_input: float64\[16, 32\] is not quantized"):
+            jax.eval_shape(in_fp8, *of_64_bits)
     with pytest.raises(ValueError, match=r"names \['hiden'\]"):
         gradient(True, Offload(names=["hiden"], implementation="xla"))(params, x)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_on_several_devices(axis_type, require_devices, rng):
+    """No mesh is entered, so only the program says so."""
+    require_devices(2)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(axis_type,))
+    params, x = drawn(rng)
+    operands = jax.device_put(params, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match="arrays of this program are on several devices"):
+        gradient(True, Offload(min_size=0, implementation="native")).lower(*operands)
+
+
+@needs_compiler
+def test_a_pass_ends_where_its_rows_are_not_read(monkeypatch):
+    """The forward pass of a layer that runs again keeps nothing: its copies would go on in memory that others have."""
+    know_handlers()
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: True)
+    offload = Offload(min_size=0, implementation="native")
+
+    def loss(params, x):
+        group = lambda x, params: scan_layers(layer, params, x, remat=True, offload=offload)  # noqa: E731
+        return jnp.sum(scan_layers(group, params, x, remat=True))
+
+    params, x = drawn(np.random.default_rng(0))
+    groups = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+    text = compiled(jax.grad(loss), groups, x).as_text()
+    assert text.count('"te_offload_begin_store"') == 1
+    assert text.count('"te_offload_end_store"') == 2  # of the stack, and of the rows that stay
 
 
 ROWS, PIECE, TOKEN = 3, 256, jnp.zeros((1,), jnp.int32)
