@@ -64,7 +64,7 @@ class Plan:
     warmup_steps: int
     checkpoint_every: int  # steps
     placement: Placement
-    implementation: native.Implementation | None  # None on GPUs that XLA multiplies on: each operation has its own
+    implementation: native.Implementation | None  # None: each operation has its own, as kernels do not multiply all
     text: str  # its path, or `_text.DEFAULT_TEXT`
     token: str  # what a token of the text is called, in the singular
     num_tokens: int  # of the text
@@ -404,8 +404,8 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
     with _available(f"--implementation {options.implementation}"):
         use_native = native.use_native(asked, products=True)
     if options.transport == "p2p":
-        if asked == "reference":
-            raise UserError("--transport p2p is native, and --implementation is reference: leave one of them out")
+        if asked in ("reference", "xla"):
+            raise UserError(f"--transport p2p is native, and --implementation is {asked}: leave one of them out")
         with _available("--transport p2p"):
             native.use_native("native", products=True)
     of = {f"--recipe {options.recipe}": config.recipe, f"--head-recipe {options.head_recipe}": config.head_recipe}
@@ -425,7 +425,8 @@ def _implementation(options: Options, config: DecoderConfig) -> native.Implement
     has_kernels = not any(isinstance(recipe, MXFP8Scaling) for recipe in of.values())
     if use_native and has_kernels:
         return "native"
-    return asked or ("reference" if native.compute_capability() is None else None)
+    on_cpu_alone = native.compute_capability() is None and not use_native
+    return asked or ("reference" if on_cpu_alone else None)
 
 
 @contextlib.contextmanager

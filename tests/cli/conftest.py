@@ -7,9 +7,9 @@ import functools
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from runs import EVERY, SMALL, STEPS
+from runs import EVERY, SMALL, STEPS, defaults_of, take_defaults_of_a_gpu
 
-from te_jax.cli import _report, _step
+from te_jax.cli import _placement, _report, _step
 from te_jax.cli.main import main
 
 
@@ -45,6 +45,13 @@ def _compile_once(_compiled):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _defaults_of_a_gpu():
+    take_defaults_of_a_gpu()
+    yield
+    _placement.defaults_of = defaults_of
 
 
 @contextlib.contextmanager
@@ -85,7 +92,7 @@ def programs_of_equal_runs():
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, _defaults_of_a_gpu):
     """A run that has ended, and beside it what it printed. Tests that change it take a copy."""
     out = tmp_path_factory.mktemp("whole") / "run"
     with (

@@ -9,6 +9,7 @@ import sys
 import warnings
 
 import pytest
+from runs import take_defaults_of_a_gpu
 from xla_flags import environment_without_devices
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -37,6 +38,7 @@ def _run(argv, shown, before):
         os.dup2(file.fileno(), 2)
     from te_jax.cli.main import main
 
+    take_defaults_of_a_gpu()
     if before is not None:
         before()
     warnings.simplefilter("error")

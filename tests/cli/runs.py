@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.cli import _plan, _step
+from te_jax.cli import _placement, _plan, _step
 from te_jax.cli._options import Options
 from te_jax.cli.main import main
 from te_jax.models import Losses
@@ -16,6 +16,17 @@ from te_jax.models import Losses
 SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
 STEPS = 40  # the same for most runs: it is part of the program
 EVERY = ["--eval-every", "15", "--checkpoint-every", "15"]
+
+
+defaults_of = _placement.defaults_of
+
+
+def take_defaults_of_a_gpu():
+    """Runs of this process have what a GPU takes where an option is left open: bfloat16 above all.
+
+    Tests whose bounds need float32 ask for it.
+    """
+    _placement.defaults_of = lambda platform: defaults_of("gpu")
 
 
 def plan_of(**options):

@@ -21,7 +21,18 @@ import numpy as np
 import optax
 import processes
 import pytest
-from runs import EVERY, SMALL, STEPS, Toy, plan_of, records, refused, train_slowly, without_last_checkpoint
+from runs import (
+    EVERY,
+    SMALL,
+    STEPS,
+    Toy,
+    defaults_of,
+    plan_of,
+    records,
+    refused,
+    train_slowly,
+    without_last_checkpoint,
+)
 
 from te_jax import native, optim
 from te_jax.cli import _options, _placement, _plan, _report, _step, _text, train
@@ -69,7 +80,7 @@ def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(whole):
     assert validation[-1]["loss"] < validation[0]["loss"] - 2
     header = read_header(whole)
     assert header["options"]["steps"] == STEPS
-    assert header["options"]["dtype"] == "float32"
+    assert header["options"]["dtype"] == "bfloat16"
     assert header["text"]["source"] == "pydoc_data.topics"
     assert header["versions"]["jax"] == jax.__version__
     assert header["implementation"] == ("native" if native.available() else "reference")
@@ -83,7 +94,7 @@ def test_a_run_learns_and_leaves_a_log_checkpoints_and_a_figure(whole):
 
 def test_the_twin_sees_the_same_data_and_ends_at_the_same_loss(out, capsys, monkeypatch):
     monkeypatch.setattr(_report, "draw_losses", draw_losses)
-    assert main(["train", *SMALL, "--steps", str(STEPS), "--compare", "--out", str(out)]) == 0
+    assert main(["train", *SMALL, "--steps", str(STEPS), "--compare", "--dtype", "float32", "--out", str(out)]) == 0
     training = records(out, "train")
     assert abs(training[0]["loss"] - training[0]["optax_loss"]) < 1e-5
     assert abs(training[-1]["loss"] - training[-1]["optax_loss"]) < 1e-3
@@ -139,6 +150,7 @@ def test_the_options_that_a_run_records_decide_the_same_plan(given, require_devi
 def test_the_platform_decides_what_is_left_open(platform, dtype, steps, monkeypatch):
     monkeypatch.setattr(_placement, "take_devices", lambda *_: [types.SimpleNamespace(platform=platform)])
     monkeypatch.setattr(_placement, "build_placement", lambda *_, **__: None)
+    monkeypatch.setattr(_placement, "defaults_of", defaults_of)
     plan, chosen = plan_of(preset="8b"), plan_of(dtype="float32", checkpoint_every=7)
     assert (plan.config.dtype, plan.checkpoint_every) == (dtype, steps)
     assert (chosen.config.dtype, chosen.checkpoint_every) == ("float32", 7)
@@ -169,7 +181,7 @@ def test_the_seed_is_that_of_parameters_data_and_rounding(toy_run, toy, out, mon
 
 def test_the_dtype_is_heeded(whole, out, monkeypatch):
     monkeypatch.setattr(optim, "adamw", lambda *_, **__: optax.identity())  # which compiles faster
-    assert main(["train", *SMALL, "--steps", "1", "--dtype", "bfloat16", "--out", str(out)]) == 0
+    assert main(["train", *SMALL, "--steps", "1", "--dtype", "float32", "--out", str(out)]) == 0
     found, expected = (records(run, "train")[0]["loss"] for run in (out, whole))
     assert 0 < abs(found - expected) < 5e-2
 
@@ -277,7 +289,7 @@ def packed(rng, *shape):
 def test_microbatches_have_the_gradient_of_the_batch(pack, rng, monkeypatch):
     """A step of 1 against the gradient shows it."""
     monkeypatch.setattr(_step, "build_optimizer", lambda *_: optax.sgd(1.0))
-    plan = plan_of(implementation="reference", pack=pack, seq_len=16)
+    plan = plan_of(implementation="reference", pack=pack, seq_len=16, dtype="float32")
     learner = _step.build_learner(plan, *plan.models)
     windows = packed(rng, 1, 4, 17) if pack else Tokens(rng.integers(0, 256, (1, 4, 17)).astype(np.uint16))
     before = jax.device_get(learner.init(jax.random.key(0)).params)
@@ -295,7 +307,7 @@ def test_microbatches_have_the_gradient_of_the_batch(pack, rng, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"recipe": "none", "compare": True}, {"preset": "moe"}])
 def test_a_packed_document_is_read_as_if_it_were_alone(options, rng):
     """Its loss is that of its own tokens at positions from 0, and what follows its end does not count."""
-    plan = plan_of(pack=True, **options)
+    plan = plan_of(pack=True, dtype="float32", **options)
     ids, lengths = rng.integers(0, 256, (2, 41)), [[7, 1, 16, 17], [17, 16, 1, 7]]
     begins = np.array([np.isin(np.arange(41), np.cumsum(of_row)) for of_row in lengths])
     for model in plan.models:
@@ -778,7 +790,7 @@ def test_a_run_is_resumed_only_as_it_was_started(tmp_path, out, toy, capsys):
         "--recipe": "block",
         "--head-recipe": "block",
         "--implementation": "reference",
-        "--dtype": "bfloat16",
+        "--dtype": "float32",
         "--warmup-steps": "3",
         "--clip-norm": "0.5",
         "--optimizer-state": "fp8",
@@ -848,7 +860,7 @@ def test_other_software_is_noted_on_resuming(whole, out, capsys):
     ("before", "after", "words"),
     [
         ('"steps": 40', '"stfps": 40', r"has options that te_jax \S+ does not know \(stfps\): go on with the version"),
-        ('"dtype": "float32", "det', '"dtype": "flnat32", "det', "is damaged, dtype is 'flnat32': start another run"),
+        ('"dtype": "bfloat16", "det', '"dtype": "bfloat17", "det', "is damaged, dtype is 'bfloat17': start another"),
         ('"steps": 40', '"steps": "40"', "is damaged, steps is '40': start another run"),
         ('"tp": 1, "cp"', '"tp": 0, "cp"', "--tp is 0"),
         ('"text": {"source', '"texu": {"source', "is not, or no longer, what the run in"),

@@ -37,6 +37,8 @@ ARGV = [
     str(STEPS),
     "--checkpoint-every",
     "8",
+    "--dtype",
+    "float32",
 ]
 
 
@@ -272,7 +274,7 @@ def test_recipe_and_twin_on_a_mesh_of_data_and_parts(on_one_device, tmp_path, ca
 
 
 def learner_of(tp, **options):
-    plan = plan_of(tp=tp, **{"devices": tp, "seq_len": 256, "batch": 4, "steps": STEPS, **options})
+    plan = plan_of(tp=tp, **{"devices": tp, "seq_len": 256, "batch": 4, "steps": STEPS, "dtype": "float32", **options})
     return build_learner(plan, *plan.models), plan.placement
 
 
@@ -378,7 +380,7 @@ def test_the_twin_with_the_loss_of_optax(rng):
     segments = np.arange(32) // np.array([[32], [8], [5], [1]])
 
     def loss_of(**options):
-        plan = plan_of(compare=True, **options)
+        plan = plan_of(**{"compare": True, "dtype": "float32", **options})
         return _step.build_loss(plan, plan.models[1])
 
     for ids in (None, segments):

@@ -77,14 +77,14 @@ def test_the_head_has_a_recipe_of_its_own(logits, whole, tmp_path, capsys):
 
 def _check_twin(out, whole, shown, chosen="current scaling"):
     for kind in ("train", "validation"):
-        np.testing.assert_allclose(losses(out, kind, name="float32_loss"), losses(whole, kind), rtol=1e-4)
-    for name, label in {"loss": chosen, "float32_loss": "float32 twin"}.items():
+        np.testing.assert_allclose(losses(out, kind, name="bfloat16_loss"), losses(whole, kind), rtol=1e-4)
+    for name, label in {"loss": chosen, "bfloat16_loss": "bfloat16 twin"}.items():
         assert re.search(
             rf"^{label} .* → {losses(out, 'validation', name=name)[-1]:.6f} nats per byte$", shown, re.MULTILINE
         )
     difference = re.search(r"^difference +training (.*)% +validation (.*)%$", shown, re.MULTILINE)
     for kind, found in zip(("train", "validation"), difference.groups(), strict=True):
-        ratio = losses(out, kind)[-1] / losses(out, kind, name="float32_loss")[-1]
+        ratio = losses(out, kind)[-1] / losses(out, kind, name="bfloat16_loss")[-1]
         assert float(found) == pytest.approx(100 * (ratio - 1), abs=1e-3)
 
 

@@ -86,7 +86,7 @@ def test_only_what_is_in_fp8_has_statistics(tmp_path, capsys):
     compared = ["--head-recipe", "block", "--compare", "--statistics", "1", "--steps", "2"]
     (first, _) = records(run(tmp_path / "compared", *compared), "statistics")
     assert list(first["layers"]) == ["head"]
-    assert "float32_loss" in records(tmp_path / "compared", "train")[0]
+    assert "bfloat16_loss" in records(tmp_path / "compared", "train")[0]
 
 
 def test_devices_that_share_a_model_have_the_statistics_of_one(tmp_path, require_devices):

@@ -188,7 +188,9 @@ def test_delayed_scaling_has_one_state_for_all_devices(rng, mesh_of):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("changes", [{}, ALL_VARIANTS], ids=["plain", "variants"])
+@pytest.mark.parametrize(
+    "changes", [{}, ALL_VARIANTS, {"recipe": RowwiseScaling()}], ids=["plain", "variants", "by rows"]
+)
 def test_microbatches_of_kernels_that_are_quantized_once(changes, rng, mesh_of):
     """Each device quantizes its parts, and adds to its parts of the sums."""
     config, mesh = dataclasses.replace(CONFIG, **BLOCK | changes), mesh_of(fsdp=2, tensor=1)
