@@ -448,8 +448,8 @@ def _kernels_of_another_class(
 
 def _noted_by_maxtext(module: nnx.Module, shape: tuple[int, ...]) -> conversion.Layer | None:
     """The row of a kernel of MaxText's layers that a bridged `te_jax.flax.maxtext.DotGeneral` multiplies by."""
-    products = [getattr(child, "to_nnx__module", None) for child in vars(module).values()]
-    noting = [product.noted for product in products if hasattr(product, "noted")]
+    products = (getattr(child, "to_nnx__module", None) for child in vars(module).values())
+    noting = [getattr(product, "noted") for product in products if hasattr(product, "noted")]  # noqa: B009
     return noting[0](shape) if noting else None
 
 

@@ -138,7 +138,7 @@ def attention(
         "key_segment_ids": key_segment_ids,
     }
     arrays = {name: as_array(name, x) for name, x in given.items() if x is not None}
-    _validate(arrays)
+    validate_operands(arrays)
     causal, return_lse = as_flag("causal", causal), as_flag("return_lse", return_lse)
     if window is not None and (not is_whole_number(window) or window < 1 or not causal):
         raise ValueError(
@@ -176,7 +176,8 @@ def validate_segments(max_segments_per_seq: Any, segment_ids: Any, key_segment_i
         )
 
 
-def _validate(arrays: Operands) -> None:
+def validate_operands(arrays: Operands) -> None:
+    """Raises ValueError if shapes or dtypes are none of attention, or do not fit together."""
     query, key = arrays["query"], arrays["key"]
     for name in ("query", "key", "value"):
         x = arrays[name]
@@ -282,8 +283,8 @@ class Settings:
     def backward(
         self, operands: dict[str, Array], out: Array, lse: Array, dout: Array, wanted: tuple[str, ...]
     ) -> tuple[Array, ...]:
-        """Gradients of the wanted operands. With `part` they are float32, for these keys alone, and out and lse those of
-        all keys."""
+        """Gradients of the wanted operands. With `part` they are float32, and out and lse are those of more keys than
+        these."""
         inputs = {**operands, "out": out, "lse": lse, "dout": dout}
         return _Split.of(inputs, wanted).backward(*inputs.values(), settings=self)
 

@@ -27,7 +27,7 @@ from te_jax import native, ops, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops.attention import Masks, Settings, bounded_runs, validate_segments
+from te_jax.ops.attention import Masks, Settings, bounded_runs, validate_operands, validate_segments
 
 __all__ = ["context_order", "ring_attention"]
 
@@ -147,13 +147,10 @@ def ring_attention(
     }
     validate_segments(max_segments_per_seq, segment_ids)
     if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
-        if segment_ids.shape != query.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise ValueError(
-                f"segment_ids has shape {segment_ids.shape} and dtype {segment_ids.dtype}; it must be integers "
-                f"{query.shape[:2]}"
-            )
-        operands["segment_ids"] = as_int32(segment_ids)
+        operands["segment_ids"] = jnp.asarray(segment_ids)
+    validate_operands(operands)
+    if segment_ids is not None:
+        operands["segment_ids"] = as_int32(operands["segment_ids"])
     sharding.validate_split("query", query, (axis,), "pass this device's tokens")
     if size == 1:
         options: Any = {"window": window, "scale": scale, "max_score_bytes": max_score_bytes}

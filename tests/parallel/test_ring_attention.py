@@ -90,8 +90,8 @@ def test_bfloat16(name, mesh, rng):
     found = split(mesh, *operands, ids, **OPTIONS[name], implementation=implementation)
     assert all(x.dtype == jnp.bfloat16 for x in found)
     expected = whole(*(x.astype(jnp.float32) for x in operands), ids, **OPTIONS[name])
-    # XLA rounds a sum over devices once, which costs 1.6e-3; cuDNN also rounds each device's part. Gradients of query and
-    # key subtract the product of the result, as it is rounded, and its gradient.
+    # XLA rounds a sum over devices once, which costs 1.6e-3; cuDNN also rounds each device's part. Gradients of query
+    # and key subtract the product of the result, as it is rounded, and its gradient.
     tolerances = (2e-2,) * 4 if implementation == "native" else (2e-3, 6e-3, 6e-3, 2e-3)
     for one, other, tolerance in zip(found, expected, tolerances, strict=True):
         assert_close(np.asarray(one, np.float32), np.asarray(other), tolerance=tolerance)
@@ -173,7 +173,8 @@ def test_keys_travel_once_and_gradients_with_them(mesh, rng):
         ({"window": 3, "causal": False}, "window is 3 with causal=False"),
         ({"scale": float("inf")}, "scale is inf"),
         ({"max_segments_per_seq": 2}, "max_segments_per_seq is given for runs of segment_ids"),
-        ({"segment_ids": jnp.zeros((B, 3), jnp.int32)}, r"segment_ids has shape \(2, 3\) .* integers \(2, 8\)"),
+        ({"segment_ids": jnp.zeros((B, 3), jnp.int32)}, r"segment_ids has shape \(2, 3\); .* must be \(2, 8\)"),
+        ({"segment_ids": jnp.zeros((B, 8), jnp.float32)}, "segment_ids has dtype float32; it must be integers"),
     ],
 )
 def test_arguments(options, message, mesh, rng):
@@ -183,6 +184,13 @@ def test_arguments(options, message, mesh, rng):
         jax.shard_map(
             functools.partial(ring_attention, **options), mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False
         )(query, key, value)
+
+
+def test_operands_are_those_of_one_device(mesh):
+    query, key = (jax.ShapeDtypeStruct((B, T, 4, HEAD_DIM), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    attend = functools.partial(ring_attention, axis_name="context")
+    with pytest.raises(ValueError, match="key has dtype float32; query, key and value must be"):
+        jax.eval_shape(jax.shard_map(attend, mesh=mesh, in_specs=SPEC, out_specs=SPEC), query, key, key)
 
 
 def test_forward_mode_is_refused(mesh, rng):
