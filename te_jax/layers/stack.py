@@ -66,8 +66,9 @@ def apply_layers(
 
     Raises:
       ValueError: `params` is one pytree, and its leaves do not have a first dimension of one size; or `remat` is none
-        of the above; or offload names what a layer does not keep; or fsdp fits neither mesh nor parameters, or a branch
-        of a layer that devices choose by their own values reads a state of delayed scaling.
+        of the above; or offload names what a layer does not keep, or quantizes float64; or its residuals leave a loop
+        or a conditional that a GPU differentiates as a whole; or fsdp fits neither mesh nor parameters, or a branch of
+        a layer that devices choose by their own values reads a state of delayed scaling.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -165,14 +166,16 @@ def scan_layers(
       x: a pytree.
       remat: what the backward pass recomputes; see `apply_layers`.
       offload: which residuals wait for the backward pass in host memory, among those that remat keeps; see
-        `te_jax.offload.Offload`. There is no forward-mode derivative then, and no `jax.vmap` of te_jax's own copies.
+        `te_jax.offload.Offload`. There is no forward-mode derivative then, and no `jax.vmap` of te_jax's own copies. On
+        a GPU take gradients inside of loops and branches around this call, or wrap their bodies in `jax.checkpoint`.
 
     Returns:
       The result of the last layer; x if there are no layers.
 
     Raises:
       ValueError: leaves of `params` have no first dimension of one size, or the layer returns an x of another type; or
-        what `apply_layers` refuses.
+        te_jax's own copies are compiled for arrays on several devices; or what `apply_layers` refuses.
+      NotImplementedError: `jax.vmap` of te_jax's own copies.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax

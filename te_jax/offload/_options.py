@@ -48,7 +48,8 @@ class Offload:
         that is given a `Residual`; or None for all.
       min_size: bytes; smaller residuals stay on the device, for a copy of few bytes takes as long as one of many.
       quantize: the names of float residuals that are stored in FP8 (float8_e4m3fn, one scale for 128 values along the
-        last dimension): half the bytes of bfloat16, and gradients with FP8's error. True: all that leave.
+        last dimension): half the bytes of bfloat16, and gradients with FP8's error. True: all that leave. float64 is
+        refused.
       keep: how many layers keep their residuals on the device: the last one, with which the backward pass begins, and
         others evenly between the first and that. Keep more where copies take longer than layers compute.
       required: whether a name that no residual of a layer has is an error. False: such layers keep what they have.
