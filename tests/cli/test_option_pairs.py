@@ -8,11 +8,11 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import random
 
 import jax
 import numpy as np
 import pytest
+from parameters import covering_rows
 
 from te_jax.cli import _options, _plan, _step
 from te_jax.cli._text import Tokens
@@ -167,15 +167,21 @@ def trace(row):
 
     batch = Tokens(windows(np.uint8), windows(bool) if plan.options.pack else None)
     for model in plan.models:
-        learner = _step.build_learner(plan, model)
-        state = learner.abstract_state()
-        if plan.options.lora is not None:
-            begun = jax.eval_shape(learner.begin, learner.params)
-            restored = jax.eval_shape(learner.resumed, learner.stored(state), learner.params)
-            assert _types(begun) == _types(restored) == _types(state)
+        learner, state = begun(plan, model)
         watched = plan.options.statistics and model is plan.models[0]
         step = learner.step_with_statistics if watched else learner.step
         assert _types(jax.eval_shape(step, state, batch)[0]) == _types(state)
+
+
+def begun(plan, model):
+    """The functions of a run and the types of its state, which are those of all ways to make one."""
+    learner = _step.build_learner(plan, model)
+    state = learner.abstract_state()
+    if plan.options.lora is not None:
+        begun = jax.eval_shape(learner.begin, learner.params)
+        restored = jax.eval_shape(learner.resumed, learner.stored(state), learner.params)
+        assert _types(begun) == _types(restored) == _types(state)
+    return learner, state
 
 
 def _types(state):
@@ -184,50 +190,7 @@ def _types(state):
 
 @functools.cache
 def rows():
-    """Rows of options, with each pair of values that is not refused in one of them at least."""
-    rng = random.Random(0)
-    todo = {
-        pair: None
-        for names in itertools.combinations(OPTIONS, 2)
-        for pair in itertools.product(*([(name, value) for value in OPTIONS[name]] for name in names))
-        if not _refused(dict(pair))
-    }
-    drawn = []
-    while todo:
-        candidates = [row for _ in range(8) if (row := _row(rng, todo))]
-        row = max(candidates, key=lambda row: len(_pairs(row) & todo.keys()))
-        for pair in _pairs(row):
-            todo.pop(pair, None)
-        drawn.append(row)
-    return drawn
-
-
-def _row(rng, todo):
-    """A row with a pair of `todo`, and of each further option the value that is in most others; None at a dead end."""
-    row = dict(rng.choice(list(todo)))
-    order = list(OPTIONS)
-    place = order.index
-    for name in rng.sample(order, len(order)):
-        if name in row:
-            continue
-        gains = {}
-        for value in OPTIONS[name]:
-            if not _refused(row | {name: value}):
-                pairs = (sorted(((name, value), item), key=lambda item: place(item[0])) for item in row.items())
-                gains[value] = sum(tuple(pair) in todo for pair in pairs)
-        if not gains:
-            return None
-        row[name] = max(rng.sample(list(gains), len(gains)), key=gains.__getitem__)
-    return {name: row[name] for name in OPTIONS}
-
-
-def _pairs(row):
-    return set(itertools.combinations(row.items(), 2))
-
-
-def _refused(row):
-    groups = [*_IMPLIED, *(values for values, _ in REFUSED)]
-    return any(all(row.get(name) in values for name, values in group.items()) for group in groups)
+    return covering_rows(OPTIONS, [*_IMPLIED, *(values for values, _ in REFUSED)])
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
@@ -239,6 +202,14 @@ def test_each_pair_of_options_begins(part):
         except Exception as error:
             faults[" ".join(arguments(row))] = f"{type(error).__name__}: {error}"
     assert not faults
+
+
+@pytest.mark.parametrize("recipe", _options.RECIPES)
+def test_adapters_in_bfloat16_beside_kernels_that_are_quantized_once(recipe):
+    plan = plan_of({"model": "--from dense", "lora": "--lora 4", "recipe": f"--recipe {recipe}", "mesh": "--devices 1"})
+    learner, state = begun(plan, *plan.models)
+    assert all(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves((state.frozen["final_norm"], learner.params)))
+    assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(state.params))
 
 
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
