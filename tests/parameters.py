@@ -1,6 +1,8 @@
 """Parameters of tests whose product would run the same lines many times over."""
 
 import collections
+import itertools
+import random
 
 import pytest
 
@@ -20,6 +22,56 @@ def in_turns(every, *others):
         chosen = [values[i % len(values)] for values in others]
         label = "-".join((name, *(other for other, _ in chosen)))
         rows.append(pytest.param(value, *(other for _, other in chosen), id=label))
+    return rows
+
+
+def covering_rows(options, refused):
+    """Rows {option: value}, the same in every run, with each pair of values in one of them at least.
+
+    Args:
+      options: {option: values}.
+      refused: groups {option: values}; no row, and no pair, has a value of each option of a group.
+    """
+
+    def is_refused(row):
+        return any(all(row.get(name) in values for name, values in group.items()) for group in refused)
+
+    def pairs(row):
+        return set(itertools.combinations(row.items(), 2))
+
+    def drawn_row():
+        """One with a pair of `missing`, and of each further option the value that is in most others; None at a dead
+        end."""
+        row = dict(rng.choice(list(missing)))
+        for name in rng.sample(order, len(order)):
+            if name in row:
+                continue
+            gains = {}
+            for value in options[name]:
+                if not is_refused(row | {name: value}):
+                    added = (
+                        sorted(((name, value), item), key=lambda item: order.index(item[0])) for item in row.items()
+                    )
+                    gains[value] = sum(tuple(pair) in missing for pair in added)
+            if not gains:
+                return None
+            row[name] = max(rng.sample(list(gains), len(gains)), key=gains.__getitem__)
+        return {name: row[name] for name in order}
+
+    rng, order = random.Random(0), list(options)
+    missing = {
+        pair: None
+        for names in itertools.combinations(options, 2)
+        for pair in itertools.product(*([(name, value) for value in options[name]] for name in names))
+        if not is_refused(dict(pair))
+    }
+    rows = []
+    while missing:
+        candidates = [row for _ in range(8) if (row := drawn_row())]
+        row = max(candidates, key=lambda row: len(pairs(row) & missing.keys()))
+        for pair in pairs(row):
+            missing.pop(pair, None)
+        rows.append(row)
     return rows
 
 
