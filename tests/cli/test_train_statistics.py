@@ -43,7 +43,7 @@ def test_every_n_steps_have_statistics_of_all_layers_and_the_loss_goes_on(watche
     assert (watched / "statistics.png").read_bytes().startswith(b"\x89PNG")
     plain = run(tmp_path / "run", *EVERY, "--steps", str(STEPS), "--recipe", "block", "--microbatches", "2")
     np.testing.assert_array_equal(losses(watched, "train")[:3], losses(plain, "train")[:3])
-    np.testing.assert_allclose(losses(watched, "train")[:8], losses(plain, "train")[:8], rtol=1e-3)
+    np.testing.assert_allclose(losses(watched, "train")[:8], losses(plain, "train")[:8], rtol=1e-2)
     np.testing.assert_allclose(losses(watched, "validation"), losses(plain, "validation"), rtol=2e-2)
     assert not (plain / "statistics.png").exists()
 
