@@ -238,8 +238,14 @@ def check_names(residuals: Sequence[Residual | None], names: tuple[str, ...], pl
         )
 
 
-def quantized(value: Array) -> QuantizedArray:
-    return ops.quantize(value, BlockScaling().quantization("activation"), copies="data")
+def quantized(value: Array) -> tuple[Array, QuantizedArray]:
+    """The value in FP8, and its scales."""
+    in_fp8 = ops.quantize(jnp.atleast_2d(value), BlockScaling().quantization("activation"), copies="data")
+    return cast(Array, in_fp8.data).reshape(value.shape), dataclasses.replace(in_fp8, data=None)
+
+
+def dequantized(data: Array, scales: QuantizedArray) -> Array:
+    return dataclasses.replace(scales, data=jnp.atleast_2d(data)).dequantize().reshape(data.shape)
 
 
 def is_whole() -> bool:

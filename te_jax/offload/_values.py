@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 # What these return lies in memory as their operand does; reshape, unless it has another order of dimensions.
@@ -19,6 +20,7 @@ _SAME_BYTES = frozenset(
         "optimization_barrier",
         "pvary",
         "pcast",
+        "reduce_precision",  # jax.checkpoint has one, which rounds nothing, for what its policy saves
         "te_reverse_mode_only",
     }
 )
@@ -69,7 +71,7 @@ def values_of(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
 
 def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
     name = eqn.primitive.name
-    if name in _SAME_BYTES and len(eqn.invars) == len(eqn.outvars):
+    if name in _SAME_BYTES and len(eqn.invars) == len(eqn.outvars) and not _rounds(eqn):
         if name == "name":
             operands[0].names.add(eqn.params["name"])
         reordered = name == "reshape" and eqn.params["dimensions"] is not None
@@ -88,6 +90,13 @@ def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
         of_inner = values_of(inner, [Value.new(marked=marked) for _ in inner.invars])
         return [Value.new(marked=marked, names=value.names) for value in of_inner]
     return [Value.new(marked=marked) for _ in eqn.outvars]
+
+
+def _rounds(eqn: Any) -> bool:
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    whole = jnp.finfo(eqn.invars[0].aval.dtype)
+    return eqn.params["exponent_bits"] < whole.nexp or eqn.params["mantissa_bits"] < whole.nmant
 
 
 def _same_bytes(before: Any, after: Any) -> bool:

@@ -39,6 +39,7 @@ from te_jax.offload._plan import (
     Plan,
     TracedLayer,
     check_names,
+    dequantized,
     instantiated,
     is_symbolic_zero,
     is_whole,
@@ -363,10 +364,7 @@ def _forward(
         def leaves(piece: int, value: Array, memory: Any) -> Any:
             place = rows.leaving[piece]
             if place in rows.plan.in_fp8:
-                in_fp8 = quantized(value)
-                scales[place] = dataclasses.replace(in_fp8, data=None)
-                assert in_fp8.data is not None
-                value = in_fp8.data
+                value, scales[place] = quantized(value)
             memory, in_host = memory.store(piece, value)
             stored.append(in_host)
             return memory
@@ -431,7 +429,7 @@ def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, 
         # The next rows are on their way before the layer begins.
         of_x, (memory, whole) = together(of_x, (memory, whole))
         for place, of_place in scales.items():
-            whole[place] = dataclasses.replace(of_place, data=whole[place]).dequantize()
+            whole[place] = dequantized(whole[place], of_place)
         avals = plan.closed.out_avals[plan.output.num_leaves :]
         residuals = [whole[source].reshape(aval.shape) for source, aval in zip(plan.sources, avals, strict=True)]
         for place, leaf in zip(floats, of_x, strict=True):

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from te_jax.offload._plan import (
     Plan,
     TracedLayer,
     check_names,
+    dequantized,
     instantiated,
     is_symbolic_zero,
     is_whole,
@@ -220,8 +221,8 @@ def _forward(
         in_fp8 = {place: quantized(residuals[place]) for place in sorted(plan.in_fp8)}
         # Quantized before the next layer: XLA would hold the residual itself until then.
         _, x = together(in_fp8, x)
-        leaving |= {place: cast(Array, value.data) for place, value in in_fp8.items()}
-        scales = {place: dataclasses.replace(value, data=None) for place, value in in_fp8.items()}
+        leaving |= {place: data for place, (data, _) in in_fp8.items()}
+        scales = {place: scale for place, (_, scale) in in_fp8.items()}
         stored = refuse_loops(_store(leaving, slots))
         kept.append(_Kept(here, stored, scales, None if shards is None else (own, params[place]), plan))
     return x, kept
@@ -274,7 +275,7 @@ def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array], params: Any)
             parts = jnp.split(value, np.cumsum(sizes[:-1]))
         whole.update(zip(places, parts, strict=True))
     for place, scales in layer.scales.items():
-        whole[place] = dataclasses.replace(scales, data=whole[place].reshape(shapes[place])).dequantize()
+        whole[place] = dequantized(whole[place].reshape(shapes[place]), scales)
     return [
         whole[source].reshape(shape) if source in whole else here
         for here, source, shape in zip(layer.here, layer.plan.sources, shapes, strict=True)

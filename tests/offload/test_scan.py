@@ -1,6 +1,7 @@
 """The copies of `te_jax.layers.scan_layers`: delayed, through poisoned slots, and called in an order that is none."""
 
 import functools
+import re
 import threading
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from late_copies import late_copies
 
 from te_jax import native, testing
-from te_jax.layers import scan_layers
+from te_jax.layers import apply_layers, residual_table, scan_layers
 from te_jax.offload import LAYER_INPUT, Offload
 
 KEEP_HIDDEN = jax.checkpoint_policies.save_only_these_names("hidden")
@@ -104,6 +105,28 @@ def test_random_stacks(number, delays, rng):
     expected = gradient(KEEP_HIDDEN, Offload(implementation="xla", **options))(*operands)
     for _ in range(2):
         assert_close(found(*operands), expected)
+
+
+@pytest.mark.parametrize(("loop", "copies"), [(apply_layers, "xla"), (scan_layers, "xla"), (scan_layers, "native")])
+def test_vectors_in_fp8(loop, copies, rng):
+    params, x = drawn(rng, rows=1, layers=2)
+
+    @jax.jit
+    def both(params, x):
+        offloads = None, Offload(min_size=0, quantize=True, implementation=copies)
+        return [jax.grad(lambda p: jnp.sum(loop(layer, p, x, offload=of)))(params) for of in offloads]  # noqa: B023
+
+    (exact, found), up = both(params, x[0]), lambda gradient: gradient["up"][0]
+    testing.assert_close(up(found), up(exact), tolerance=0.1)
+    assert np.any(up(found) != up(exact))
+
+
+def test_a_name_in_a_layer_that_is_checkpointed_itself(rng):
+    """For what a policy saves of a function that is not jitted, `jax.checkpoint` adds a reduce_precision."""
+    params, x = drawn(rng)
+    checkpointed, offload = jax.checkpoint(layer, policy=KEEP_HIDDEN), Offload(["hidden"], min_size=0)
+    table = residual_table(checkpointed, params, x, offload=offload)
+    assert re.search(r"host .* hidden: float32\[16, 48\]", table)
 
 
 def test_a_backward_pass_runs_twice(delays, rng):
