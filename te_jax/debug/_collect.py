@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from te_jax import sharding
 from te_jax._core import observe
+from te_jax._core.jaxprs import CALLS, CHECKPOINTS
 from te_jax.debug._sources import Source, Sources, function_of, scan_parts
 
 
@@ -355,9 +356,9 @@ def _reduced(record: Record) -> Record:
 
 _RULES: dict[str, Callable[..., Found]] = {
     observe.TAG: _Run._tag,
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _Run._inlined),
+    **dict.fromkeys(CALLS, _Run._inlined),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"), _Run._inlined),
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), _Run._checkpoint),
+    **dict.fromkeys(CHECKPOINTS, _Run._checkpoint),
     "cond": _Run._cond,
     "scan": _Run._scan,
     "while": _Run._while,

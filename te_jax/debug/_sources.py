@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from te_jax._core import observe
+from te_jax._core.jaxprs import CALLS, CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ _SAME = {
     *("te_reverse_mode_only", "layout_constraint", "bitcast_convert_type", "te_on_one_device"),
 }
 _FUNCTIONS = {
-    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"),
+    *(*CALLS, *CHECKPOINTS, "shard_map"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
 }
 

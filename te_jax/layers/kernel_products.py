@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from te_jax import ops
+from te_jax._core.jaxprs import CALLS, CHECKPOINTS
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
 from te_jax.layers import linear
 from te_jax.layers.convert import obstacle_in_einsum, obstacle_in_sizes
@@ -295,8 +296,8 @@ _RULES: dict[str, Callable[[_Run, Any, list[Any]], Sequence[Any]]] = {
     **dict.fromkeys(("mul", "div"), _Run._scaled),
     "dot_general": _Run._dot_general,
     "ragged_dot_general": _Run._ragged_dot,
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _Run._inlined),
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), _Run._checkpoint),
+    **dict.fromkeys(CALLS, _Run._inlined),
+    **dict.fromkeys(CHECKPOINTS, _Run._checkpoint),
     "scan": _Run._scan,
     "cond": _Run._cond,
     "shard_map": _Run._shard_map,

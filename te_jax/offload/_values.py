@@ -10,6 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from te_jax._core.jaxprs import CALLS, CHECKPOINTS
+
 # What these return lies in memory as their operand does; reshape, unless it has another order of dimensions.
 _SAME_BYTES = frozenset(
     {
@@ -25,9 +27,7 @@ _SAME_BYTES = frozenset(
     }
 )
 # What these return is what their jaxpr returns.
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"}
-)
+_CALLS = frozenset((*CALLS, *CHECKPOINTS, "custom_jvp_call", "custom_vjp_call"))
 
 
 @dataclasses.dataclass(eq=False)

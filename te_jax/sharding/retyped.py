@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from te_jax._core.jaxprs import CALLS, CHECKPOINTS
 from te_jax.sharding.axes import varying_axes, varying_over
 
 
@@ -222,8 +223,8 @@ class _Retyped:
 
 _DRAWS = ("random_bits", "random_gamma")
 _FUNCTIONS: dict[str, Callable[[_Retyped, Any, list[Any], frozenset[str]], Sequence[Any]]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _Retyped._inlined),
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), _Retyped._checkpoint),
+    **dict.fromkeys(CALLS, _Retyped._inlined),
+    **dict.fromkeys(CHECKPOINTS, _Retyped._checkpoint),
     "cond": _Retyped._cond,
     "scan": _Retyped._scan,
     "while": _Retyped._while,
