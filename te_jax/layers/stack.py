@@ -68,7 +68,8 @@ def apply_layers(
       ValueError: `params` is one pytree, and its leaves do not have a first dimension of one size; or `remat` is none
         of the above; or offload names what a layer does not keep, or quantizes float64; or its residuals leave a loop
         or a conditional that a GPU differentiates as a whole; or fsdp fits neither mesh nor parameters, or a branch of
-        a layer that devices choose by their own values reads a state of delayed scaling.
+        a layer that devices choose by their own values reads a state of delayed scaling, or a layer closes over an
+        array on a mesh with Explicit axes.
 
     Examples:
       >>> import jax, jax.numpy as jnp, te_jax
@@ -132,7 +133,15 @@ def _run_shared(layers: list[Layer[Any]], params: Sequence[Any], x: Any, offload
             )
     fsdp = dataclasses.replace(fsdp, specs=shard_specs(list(params), fsdp))
     in_specs, batch = spread_specs(fsdp.specs, list(params)), PartitionSpec(fsdp.batch_axes)
-    return sharding.shard_map(local, mesh, (in_specs, batch), batch)(list(params), x)
+    try:
+        return sharding.shard_map(local, mesh, (in_specs, batch), batch)(list(params), x)
+    except NotImplementedError as error:
+        if "Closing over inputs to shard_map" not in str(error):
+            raise
+        raise ValueError(
+            f"layer closes over an array, and the mesh has Explicit axes, {mesh.axis_names}: JAX takes it into "
+            "jax.shard_map along Auto axes alone. Pass it to each layer in params, or make a mesh of Auto axes"
+        ) from None
 
 
 def _gradients_added(params: Any) -> Any:

@@ -54,10 +54,13 @@ def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel
         )
 
     def varying(leaf: Any) -> Any:
-        if isinstance(leaf, AccumulatedKernel):  # whose uses all devices count alike
+        if isinstance(leaf, AccumulatedKernel):
+            if parallel.batch_axes:  # a sum that all devices along these have cannot take the part of each
+                return varying(leaf.added())
+            # All devices count its uses alike.
             kernel, gradient = jax.tree.map(varying, (leaf.kernel, leaf.gradient))
             return dataclasses.replace(leaf, kernel=kernel, gradient=gradient)
-        return sharding.varying_over(leaf, frozenset((axis,)))
+        return jax.tree.map(lambda array: sharding.varying_over(array, frozenset((axis,))), leaf)
 
     # Here rather than where they are used, which may be in several places, and twice where blocks are recomputed.
     return jax.tree.map(varying, params, is_leaf=lambda leaf: isinstance(leaf, AccumulatedKernel))

@@ -281,13 +281,23 @@ def test_fp8_is_as_accurate_as_on_one_device(recipe, head, rng, mesh_of):
     assert error(jax.device_get(shared)) <= 1.2 * error(alone) + 1e-5
 
 
-@pytest.mark.parametrize("changes", [{}, ALL_VARIANTS], ids=["plain", "variants"])
-def test_kernels_that_are_quantized_once(changes, rng, mesh_of):
-    """Each device quantizes its parts once for all microbatches, and adds their gradients in place."""
+@pytest.mark.parametrize(
+    ("changes", "axes", "options"),
+    [
+        ({}, {"tensor": 2}, {}),
+        (ALL_VARIANTS, {"tensor": 2}, {}),
+        ({}, {"data": 2, "tensor": 1}, {"batch_axes": ("data",)}),
+        ({}, {"context": 2, "tensor": 2}, {"batch_axes": ("context",), "context_axis": "context"}),
+    ],
+    ids=["plain", "variants", "replicas", "context"],
+)
+def test_kernels_that_are_quantized_once(changes, axes, options, rng, mesh_of):
+    """Each device quantizes its parts once for all microbatches, and adds their gradients in place; where replicas have
+    parts of a batch, they sum each microbatch's first."""
     config = dataclasses.replace(FOR_FP8, recipe=CurrentScaling(), **changes)
-    mesh, parallel = mesh_of(tensor=2), TensorParallel(2)
+    mesh, parallel = mesh_of(**axes), TensorParallel(axes["tensor"], **options)
     params = placed(random_params(config, rng), mesh, config, parallel)
-    batches = [random_batch(config, rng, (1, 256)) for _ in range(2)]
+    batches = [random_batch(config, rng, (2, 256)) for _ in range(2)]
     how = requantize(config, parallel=parallel)
     zeros = jax.tree.map(jnp.zeros_like, params)
     _, kernels = jit(lambda params: optim.apply_updates(params, zeros, requantize=how))(params)

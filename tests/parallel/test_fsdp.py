@@ -535,6 +535,15 @@ def test_places_where_parameters_cannot_be_shared(mesh, rng):
     others = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
     with pytest.raises(ValueError, match=r"several devices along \['tensor'\]"), jax.set_mesh(others):
         run(params, x)
+    explicit = Mesh(mesh.devices, ("fsdp",), axis_types=(AxisType.Explicit,))
+
+    def closing_over_scale(params, h):
+        scale = jnp.ones((1, 1, WIDTH))
+        return apply_layers(lambda x, p: x * scale, params, h, fsdp=EXACT)
+
+    words = r"layer closes over an array, and the mesh has Explicit axes, \('fsdp',\): .* Pass it to each layer in"
+    with pytest.raises(ValueError, match=words), jax.set_mesh(explicit):
+        jax.eval_shape(closing_over_scale, params, x["h"])
 
 
 def test_equal_values_have_one_hash():
