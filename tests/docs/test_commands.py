@@ -32,9 +32,11 @@ def text_of(page):
     return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
 
 
-def commands(page, program):
+def commands(page, program, *, inline=True):
     """The words behind a program's name, wherever a page shows it in code."""
     for code in _CODE.finditer(text_of(page)):
+        if not (inline or code["block"]):
+            continue
         lines = code["block"].splitlines() if code["inline"] is None else [" ".join(code["inline"].split())]
         for line in lines:
             if line.startswith(program + " "):
