@@ -19,7 +19,7 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-all test-gpu bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
+.PHONY: help demo test test-all test-gpu journey bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
         wheels try-wheel clean
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test          tests on the CPU, with eight simulated devices: every operation, transformation and kind of mesh"
 	@echo "make test-all      those and the slow ones: notebooks, trainings, benchmarks, processes"
 	@echo "make test-gpu      tests of operations, layers, optimizers, models and statistics on the GPUs of this machine"
+	@echo "make journey       what users run on a GPU: commands and examples of all pages, te-jax train with each recipe"
 	@echo "make bench         every benchmark on this machine"
 	@echo "make lint          ruff, pyright, clang-format, import-linter, tables"
 	@echo "make format        what lint can mend by itself"
@@ -81,6 +82,9 @@ GPU_TESTS ?= $(addprefix tests/,ops linear conformance native sharding hlo optim
 test-gpu: $(PACKAGE) $(TOOLS)
 	TE_JAX_TEST_REQUIRE_NATIVE=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTEST) -n auto --maxprocesses 14 $(GPU_TESTS) $(ARGS)
+
+journey: $(PACKAGE) $(TOOLS)
+	PYTHONPATH=. $(PY) tests/gpu/journey $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
 	for family in softmax_cross_entropy quantize norm activation gemm dense layer moe adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done
