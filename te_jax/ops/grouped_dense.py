@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from te_jax import native
+from te_jax import native, sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.linear import fp8
-from te_jax.ops.linear.accumulator import validate_reached
+from te_jax.ops.linear.accumulator import validate_accumulator
 from te_jax.ops.linear.arguments import (
     KernelContracting,
     Operand,
@@ -224,7 +224,7 @@ def validate_kernel(
     elif kernel.dtype not in FLOATS:
         raise ValueError(f"{name} has dtype {kernel.dtype}; it must be {FLOAT_NAMES}: cast it")
     if accumulator is not None:
-        validate_reached(accumulator_name)
+        validate_accumulator(accumulator_name, accumulator, sharding.varying_axes(x, kernel, group_sizes))
     outer = kernel.shape[1:][::order][1]
     if recipe is not None and outer % FP8_ALIGNMENT:
         raise ValueError(

@@ -25,7 +25,7 @@ from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction, where_counted
 from te_jax.ops._quantize_kernels import families_of
 from te_jax.ops.gemm import gemm
 from te_jax.ops.linear import fp8
-from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_reached
+from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_accumulator
 from te_jax.ops.linear.arguments import KernelContracting, means_of
 from te_jax.ops.linear.compared import compared
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
@@ -259,7 +259,8 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
                 f"{shape}"
             )
     if accumulator is not None:
-        validate_reached("wgrad_accumulator")
+        varying = sharding.varying_axes(x, kernel, bias, labels, weight)
+        validate_accumulator("wgrad_accumulator", accumulator, varying)
     _cross_entropy.validate_labels("x", x.shape, labels, reduction)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 from te_jax.hlo import buffers, collectives
+from te_jax.layers import Router, moe
 from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.testing import assert_close
 
@@ -335,12 +336,23 @@ def test_each_device_accumulates_its_own_part_inside_shard_map(recipe, make_mesh
     assert_close(compiled(case.x, case.kernel, case.dy), oracle(case).dkernel, dtype="float32", tolerance=tolerance)
 
 
-def test_an_accumulator_that_devices_share_inside_shard_map_is_refused(make_mesh, rng):
+SIZES = np.full(2, 8)
+WITH_ACCUMULATOR = {
+    "dense": lambda x, kernel, sums: ops.dense(x, kernel[0], wgrad_accumulator=sums[0]),
+    "gated_mlp": lambda x, kernel, sums: ops.gated_mlp(x, (*kernel, kernel[0]), wgrad_accumulator=(*sums, sums[0])),
+    "grouped_dense": lambda x, kernel, sums: ops.grouped_dense(x, kernel, SIZES, wgrad_accumulator=sums),
+    "moe": lambda x, kernel, sums: moe(x, x[:, :2], (kernel,) * 3, Router(1), wgrad_accumulator=(sums,) * 3).y,
+    "linear_cross_entropy": lambda x, kernel, sums: ops.linear_cross_entropy(
+        x, kernel[0], np.zeros(16, int), wgrad_accumulator=sums[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("run", WITH_ACCUMULATOR.values(), ids=WITH_ACCUMULATOR)
+def test_an_accumulator_that_devices_share_inside_shard_map_is_refused(run, make_mesh):
     """JAX would sum over devices what each has added up already."""
     mesh = make_mesh({"data": AxisType.Auto})
-    case = random_case(rng, (16 * mesh.size,), (32,), (32,), with_bias=False)
-    mapped = jax.shard_map(
-        jax.grad(loss, argnums=2), mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P()
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"wgrad_accumulator is the same on all devices along \['data'\]"):
-        mapped(case.x, case.kernel, jnp.zeros(case.kernel.shape), case.dy)
+    gradient = jax.grad(lambda sums, x, kernel: lax.psum(run(x, kernel, sums).sum(), "data"))
+    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+    with pytest.raises(ValueError, match=r"wgrad_accumulator\S* is the same on all devices along \['data'\]"):
+        jax.eval_shape(mapped, jnp.zeros((2, 16, 16)), jnp.ones((16 * mesh.size, 16)), jnp.ones((2, 16, 16)))

@@ -6,11 +6,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from te_jax import sharding
 from te_jax._core.branches import in_branch_differentiated_outside
 
 
-def validate_reached(name: str) -> None:
-    """Checks, where a layer with an accumulator is called, that every gradient reaches it."""
+def validate_accumulator(name: str, accumulator: Array, varying: frozenset[str]) -> None:
+    """Checks, where a layer with an accumulator is called, that every gradient reaches it, and that its value counts
+    once: JAX would add up the next values of devices that share it.
+
+    Args:
+      name: of the accumulator.
+      accumulator: the array.
+      varying: the mesh axes over which the gradient varies that is added.
+    """
+    if missing := varying - sharding.varying_axes(accumulator):
+        raise ValueError(
+            f"{name} is the same on all devices along {sorted(missing)}, but each has other tokens or "
+            "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
+            "split, and sum over these axes after the last microbatch"
+        )
     if in_branch_differentiated_outside():
         raise ValueError(
             f"{name} is given in a branch of jax.lax.cond or jax.lax.switch, and the gradient is taken outside of it: "

@@ -16,7 +16,7 @@ from te_jax import native, sharding
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.implementations import fp8_implementation, unsupported
 from te_jax.ops.linear import fp8
-from te_jax.ops.linear.accumulator import validate_reached
+from te_jax.ops.linear.accumulator import validate_accumulator
 from te_jax.ops.operands import as_array, validate_quantized_array
 from te_jax.quantized import QuantizedArray, block_size
 from te_jax.recipe import (
@@ -203,15 +203,8 @@ def validate_parts(
                 f"{label} has shape {array.shape}; for a kernel of shape {kernel.shape} it must be {expected}"
             )
     label, array = accumulator
-    if array is None:
-        return
-    validate_reached(label)
-    if missing := varying - sharding.varying_axes(array):
-        raise ValueError(
-            f"{label} is the same on all devices along {sorted(missing)}, but each has other tokens or "
-            "another kernel there and accumulates its own part: make it with lax.pcast(…, to='varying') or pass it in "
-            "split, and sum over these axes after the last microbatch"
-        )
+    if array is not None:
+        validate_accumulator(label, array, varying)
 
 
 def _accumulator_shape(kernel: Array | QuantizedArray, accumulator: Array | None) -> tuple[int, ...]:
