@@ -182,7 +182,7 @@ class Checkpoints:
 
 
 def _copied_on_host(leaf: Any) -> Any:
-    if leaf.sharding.memory_kind != "pinned_host":
+    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != "pinned_host":
         return leaf
     return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
