@@ -194,7 +194,7 @@ def test_a_product_varies_over_the_axes_of_its_operands(implementation):
         assert jax.typeof(y).manual_axis_type.varying == {"data"}
         return y
 
-    x, kernel = jax.ShapeDtypeStruct((jax.device_count() * 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), "float32")
+    x, kernel = (jax.ShapeDtypeStruct((rows, 64), jnp.float32) for rows in (jax.device_count() * 64, 64))
     specs = PartitionSpec("data"), PartitionSpec()
     jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data")), x, kernel)
 
