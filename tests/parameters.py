@@ -68,6 +68,8 @@ def covering_rows(options, refused):
     rows = []
     while missing:
         candidates = [row for _ in range(8) if (row := drawn_row())]
+        if not candidates:
+            raise ValueError(f"groups of refused leave no row for {list(missing)}: refuse these, too")
         row = max(candidates, key=lambda row: len(pairs(row) & missing.keys()))
         for pair in pairs(row):
             missing.pop(pair, None)
