@@ -44,7 +44,7 @@ CONFIG = DecoderConfig(
     vocab_size=256, num_layers=2, hidden_size=256, num_heads=2, num_kv_heads=2, head_dim=128, mlp_size=512
 )
 VARIANTS = {
-    **{"window": 70, "qk_norm": True, "activation": Activation("silu", alpha=1.7, limit=0.5, offset=1.0)},
+    **{"window": 70, "qk_norm": True, "activation": Activation("silu", alpha=1.7, offset=1.0)},
     **{"attention_biases": ("query", "out"), "zero_centered_norms": True, "scaled_embedding": True, "tied_head": True},
 }
 RECIPES = {
