@@ -65,10 +65,8 @@ class Checkpoints:
     def begin(self, step: int, state: Any) -> None:
         """Begins to write a checkpoint, and removes what is left of unfinished ones.
 
-        All arrays are copied, and may be donated when this returns.
+        Arrays on devices are copied, and may be donated when this returns.
         """
-        # orbax copies what is on devices, and reads arrays in host memory where they are: these could not be donated.
-        state = jax.tree.map(_copied_on_host, state)
         if _processes.is_first():
             for path in self._path.iterdir():
                 if re.fullmatch(rf"({_STEP})\.tmp", path.name):
@@ -179,12 +177,6 @@ class Checkpoints:
 
     def close(self) -> None:
         self._orbax.close()
-
-
-def _copied_on_host(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != "pinned_host":
-        return leaf
-    return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
 
 def _on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:

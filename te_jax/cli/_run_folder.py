@@ -185,6 +185,8 @@ class RunFolder:
           UserError: the checkpoint before could not be written.
         """
         self.finish_saving()
+        # What is written would be read where it is, and so could not be donated.
+        state = jax.block_until_ready(jax.tree.map(_copied_on_host, state))
         if _processes.count() == 1:
             self._saving = self._writer.submit(self.save, step, jax.device_get(state))
         else:  # each process copies what it writes
@@ -306,6 +308,13 @@ class RunShare(RunFolder):
     def restore(self, like: Any) -> Any:
         self._latest_step, state = self._checkpoints.restore_with_first(like)
         return state
+
+
+def _copied_on_host(leaf: Any) -> Any:
+    """A copy of an array in host memory; other arrays as they are."""
+    if leaf.sharding.memory_kind != "pinned_host":
+        return leaf
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
 
 def _list(damaged: dict[int, str]) -> str:
