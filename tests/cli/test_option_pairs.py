@@ -225,6 +225,7 @@ def test_what_does_not_go_together_is_refused_by_the_names_of_its_options(values
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("_", range(6))
 def test_some_of_them_take_a_step(_, rng, tmp_path):
     argv = arguments(rows()[rng.integers(len(rows()))])

@@ -436,11 +436,15 @@ EXACT = {
 
 
 @pytest.mark.slow
-def test_gradients_of_some_of_them_are_those_of_one_device(rng):
-    for place in rng.choice(len(rows()), len(rows()) // 10, replace=False):
-        row = rows()[place]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("_", range(8))
+def test_gradients_of_some_of_them_are_those_of_one_device(_, rng):
+    """Of a tenth of the rows; statistics change no gradient, as tests/debug has it, and compile for minutes."""
+    row = rows()[rng.integers(len(rows()))] | {"watch": "nothing"}
+    exact = row | EXACT | ({"offload": "all"} if row["offload"] == "quantized" else {})
+    check(exact, rng)
+    if row != exact and row["mlp"] == "dense":  # in FP8, tokens may also choose other experts
         check(row, rng)
-        check(row | EXACT | ({"offload": "all"} if row["offload"] == "quantized" else {}), rng)
 
 
 def check(row, rng):
@@ -476,9 +480,8 @@ def check(row, rng):
         value, expected = jax.tree.map(lambda *leaves: sum(leaves), *((value, sums[0]) for value, sums in of_each))
     with on_mesh(row):
         result = jit(program(row))(params, states, batches)
-    (found, (gradients, _)) = result if row["watch"] == "nothing" else result[0]
+    found, (gradients, _) = result
     in_fp8 = row["recipe"] != "none" or row["head"] != "none" or row["offload"] == "quantized"
-    # In FP8, tokens may also choose other experts.
     tolerance = 0.4 if in_fp8 else 1e-5 if row["dtype"] == "float32" else 5e-2
     np.testing.assert_allclose(found, value, rtol=tolerance / 10)
     for (path, one), other in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
