@@ -72,7 +72,7 @@ def test_few_bytes_learn_beside_a_float32_twin_and_resume_with_the_same_bits(by_
 def test_bfloat16_on_two_devices_learns_the_same_and_resumes_with_the_same_bits(by_optax, tmp_path):
     whole = run(tmp_path / "whole", "--optimizer-state", "bf16", devices=2)
     assert read_header(whole)["device"]["count"] == 2
-    np.testing.assert_allclose(losses(whole), losses(by_optax), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(losses(whole), losses(by_optax), rtol=5e-3)
     _check_resuming(whole, tmp_path / "cut", {"loss": "bf16"}, devices=2)
 
 
@@ -135,7 +135,7 @@ def test_a_twin_differs_in_one_thing(recipe, state, twin, twin_state):
 
 
 def test_a_run_is_called_by_what_its_twin_lacks(tmp_path, capsys):
-    record = {"step": 1, "loss": 2.0, "float32_loss": 2.0}
+    record = {"step": 1, "loss": 2.0, "bfloat16_loss": 2.0}
     folder = types.SimpleNamespace(path=tmp_path, records=lambda kind: [record] * (kind != "statistics"))
     train._conclude(plan_of(recipe="current", optimizer_state="fp8", compare=True), folder, "")
     assert capsys.readouterr().out.startswith("current scaling ")
