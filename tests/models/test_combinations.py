@@ -439,12 +439,9 @@ EXACT = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("_", range(8))
 def test_gradients_of_some_of_them_are_those_of_one_device(_, rng):
-    """Of a tenth of the rows; statistics change no gradient, as tests/debug has it, and compile for minutes."""
-    row = rows()[rng.integers(len(rows()))] | {"watch": "nothing"}
-    exact = row | EXACT | ({"offload": "all"} if row["offload"] == "quantized" else {})
-    check(exact, rng)
-    if row != exact and row["mlp"] == "dense":  # in FP8, tokens may also choose other experts
-        check(row, rng)
+    """Of a tenth of the rows, in float32."""
+    row = rows()[rng.integers(len(rows()))]
+    check(row | EXACT | ({"offload": "all"} if row["offload"] == "quantized" else {}), rng)
 
 
 def check(row, rng):
@@ -474,17 +471,13 @@ def check(row, rng):
         expect = jit(program(row | alone))
         whole, _, all_batches = operands_of(row | {"mesh": "one"}, draw)
         each = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], all_batches) for i in range(row["microbatches"])]
-        for _ in range(2 if states is not None else 0):
-            states = expect(whole, states, each[0])[1][1]
         of_each = [expect(whole, states, batch) for batch in each]
         value, expected = jax.tree.map(lambda *leaves: sum(leaves), *((value, sums[0]) for value, sums in of_each))
     with on_mesh(row):
         result = jit(program(row))(params, states, batches)
     found, (gradients, _) = result
-    in_fp8 = row["recipe"] != "none" or row["head"] != "none" or row["offload"] == "quantized"
-    tolerance = 0.4 if in_fp8 else 1e-5 if row["dtype"] == "float32" else 5e-2
-    np.testing.assert_allclose(found, value, rtol=tolerance / 10)
+    np.testing.assert_allclose(found, value, rtol=1e-6)
     for (path, one), other in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         error = np.linalg.norm(one - other) / np.linalg.norm(other)
-        assert error <= tolerance, (text_of(row), jax.tree_util.keystr(path), error)
+        assert error <= 1e-5, (text_of(row), jax.tree_util.keystr(path), error)
