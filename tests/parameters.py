@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import os
 import random
 
 import pytest
@@ -23,6 +24,13 @@ def in_turns(every, *others):
         label = "-".join((name, *(other for other, _ in chosen)))
         rows.append(pytest.param(value, *(other for _, other in chosen), id=label))
     return rows
+
+
+def drawn(rows, place):
+    """One of the rows; TE_JAX_TEST_SEED=N draws others."""
+    seed = int(os.environ.get("TE_JAX_TEST_SEED", 0))
+    print(f"TE_JAX_TEST_SEED={seed}, row {place}")
+    return random.Random(seed).sample(rows, len(rows))[place]
 
 
 def covering_rows(options, refused):

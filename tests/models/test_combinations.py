@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from parameters import covering_rows
+from parameters import covering_rows, drawn
 from test_tensor_parallel import jit, random_params
 
 from te_jax import checkpoint_policies, debug, models, native, ops, optim
@@ -440,10 +440,10 @@ EXACT = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("_", range(8))
-def test_gradients_of_some_of_them_are_those_of_one_device(_, rng):
+@pytest.mark.parametrize("place", range(8))
+def test_gradients_of_some_of_them_are_those_of_one_device(place, rng):
     """Of a tenth of the rows, in float32."""
-    row = rows()[rng.integers(len(rows()))]
+    row = drawn(rows(), place)
     check(row | EXACT | ({"offload": "all"} if row["offload"] == "quantized" else {}), rng)
 
 
