@@ -301,7 +301,8 @@ def _together(*leaves: Array, count: int) -> list[Array]:
     return [leaf for part in together(leaves[:count], leaves[count:]) for leaf in part]
 
 
-def _used_beside(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _used_beside(used: list[bool], *of_version: Any) -> tuple[list[bool], Any]:
+    *_, eqn = of_version  # jax 0.12 gives which operands are alive before it
     if any(used[eqn.params["count"] :]):
         return [True] * len(used), eqn
     if not any(used):
