@@ -88,7 +88,7 @@ def test_a_class_with_kernels_runs_as_it_is_but_for_its_products(rng, recipe):
     in_fp8 = {path for path, layer in rows.items() if layer.recipe == recipe}
     assert in_fp8 == {"layers/up", "layers", "layers/Dense_0", "last/up", "last/Dense_0"}
     assert rows["last"].reason == "rule 'last/down'"
-    assert rows["layers/up"].flops == 2 * 32 * 48  # one of four experts
+    assert rows["layers/up"].flops == 2 * (2 * 32 * 48)  # of two layers, one of four experts
 
 
 def test_a_kernel_with_another_use_is_an_error_in_the_call():
