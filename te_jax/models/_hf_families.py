@@ -20,7 +20,7 @@ UNUSED = (
     *("unsloth_fixed", "unsloth_version", "pretraining_tp"),  # of which the last orders sums
     *("is_llama_config", "neftune_noise_alpha", "_flash_attn_2_enabled", "max_sequence_length", "sep_token_id"),
     *("finetuning_task", "prefix", "tf_legacy_loss", "use_bfloat16", "is_decoder", "decoder_start_token_id"),
-    # Of how a text is generated, which transformers 4 wrote into config.json.
+    # Generation settings, which transformers 4 wrote into config.json.
     *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
     *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "suppress_tokens"),
@@ -244,7 +244,7 @@ def _describe_scaling(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _describe_length(scaling: RopeScaling | None) -> dict[str, int]:
-    """Of positions. Some versions of transformers compute the factor of yarn by it."""
+    """Number of positions. Some versions of transformers compute the factor of yarn from it."""
     if scaling is None or scaling.original_length is None:
         return {}
     return {"max_position_embeddings": round(scaling.original_length * scaling.factor)}

@@ -442,7 +442,7 @@ EXACT = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", range(8))
 def test_gradients_of_some_of_them_are_those_of_one_device(place, rng):
-    """Of a tenth of the rows, in float32."""
+    """A tenth of the rows, in float32."""
     row = drawn(rows(), place)
     check(row | EXACT | ({"offload": "all"} if row["offload"] == "quantized" else {}), rng)
 
