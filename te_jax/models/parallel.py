@@ -213,7 +213,7 @@ def loop_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, Par
     layer = param_specs(config, parallel)["layers"][0]
     assert parallel.fsdp is not None
     if config.experts is not None and parallel.fsdp.axis_name in (parallel.expert_axes or ()):
-        layer |= dict.fromkeys(MLP)
+        layer |= {name: None for name in layer if name.removesuffix("_bias") in MLP}
     return layer
 
 

@@ -21,6 +21,12 @@ _READ_BY: dict[Role, tuple[Product, Product]] = {
 }
 
 
+def is_shared(recipes: ProductRecipes, role: Role) -> bool:
+    """Whether both products that read an operand read what one recipe makes of it."""
+    first, second = (recipes.by_product[product] for product in _READ_BY[role])
+    return first == second and not isinstance(first, Fake)
+
+
 class _Operand(NamedTuple):
     """An operand as each of its two products reads it; the second None where it is not needed."""
 
@@ -58,11 +64,6 @@ class PerProduct(Products):
     def layer(self, product: Product) -> Any:
         return self.layers[_PRODUCTS.index(product)]
 
-    def is_shared(self, role: Role) -> bool:
-        """Whether both products read what one recipe makes of an operand."""
-        first, second = (self.recipes.by_product[product] for product in _READ_BY[role])
-        return first == second and not isinstance(first, Fake)
-
     @property
     def is_plain(self) -> bool:
         return False
@@ -71,7 +72,7 @@ class PerProduct(Products):
         self, role, x, state=None, group=None, *, first_copy=True, second_copy, with_dbias=False
     ) -> QuantizedParts:
         first, second = map(self.layer, _READ_BY[role])
-        shared = second_copy and self.is_shared(role)
+        shared = second_copy and is_shared(self.recipes, role)
         parts = first.quantize(role, x, None, group, second_copy=shared, with_dbias=with_dbias)
         other = parts.array if shared else None
         if second_copy and not shared:
@@ -87,7 +88,7 @@ class PerProduct(Products):
         ys, x, preactivations = self.layer("forward").forward(
             x8.first, kernels, biases, layouts, group, differentiated=differentiated
         )
-        return ys, x if self.is_shared("activation") else x8.second, preactivations
+        return ys, x if is_shared(self.recipes, "activation") else x8.second, preactivations
 
     def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
         if role == "kernel":
@@ -109,7 +110,7 @@ class PerProduct(Products):
     def dgrad(self, dy8s, kernel8s, group, layout: Layout):
         firsts = tuple(dy8.first for dy8 in dy8s)
         dx, dys = self.layer("dgrad").dgrad(firsts, kernel8s, group, layout)
-        if self.is_shared("gradient") and dy8s[0].second is not None:
+        if is_shared(self.recipes, "gradient") and dy8s[0].second is not None:
             dy8s = tuple(_Operand(None, dy) for dy in dys)
         return dx, dy8s
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK
 from te_jax.ops.linear.arguments import means_of, quantization_of
-from te_jax.ops.linear.per_product import PerProduct
+from te_jax.ops.linear.per_product import PerProduct, is_shared
 from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.parallel._collective.call import CollectiveSpec
@@ -221,7 +221,7 @@ def collective_products(
     Raises:
       NativeUnavailableError: an implementation cannot run here.
     """
-    if isinstance(recipe, ProductRecipes) and recipe.forward != recipe.wgrad:
+    if isinstance(recipe, ProductRecipes) and not is_shared(recipe, "activation"):
         spec = dataclasses.replace(spec, residual="shard")  # the gradients of kernels read another x
 
     def of(recipe: Recipe | None, fake: Recipe | None = None) -> CollectiveProducts:
