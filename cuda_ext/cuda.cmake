@@ -67,6 +67,10 @@ else()
     target_compile_definitions(${target} PRIVATE TE_JAX_CUDA)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -lineinfo>)
   endforeach()
+  if(TE_JAX_ASSEMBLE_PTX)
+    target_compile_options(_te_cuda PRIVATE
+                           "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:--generate-code=arch=compute_90,code=sm_120>")
+  endif()
   target_link_libraries(_te_cuda PRIVATE te_jax_products ${cudart_LIBRARY} ${cublasLt_LIBRARY})
   list(JOIN CMAKE_CUDA_ARCHITECTURES ", " architectures)  # definitions hold no semicolon
   target_compile_definitions(_te_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="${architectures}"
