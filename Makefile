@@ -19,13 +19,14 @@ PYTEST   = $(PY) -m pytest
 RUN_OUT ?= runs/demo
 DIST    ?= dist
 
-.PHONY: help demo test test-all test-gpu journey bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
+.PHONY: help demo test test-all mutants test-gpu journey bench lint format sanitize sanitized sanitize-cpu fuzz tables docs notebooks wheel \
         wheels try-wheel clean
 
 help:
 	@echo "make demo          train a small language model on text that ships with Python"
 	@echo "make test          tests on the CPU, with eight simulated devices: every operation, transformation and kind of mesh"
 	@echo "make test-all      those and the slow ones: notebooks, trainings, benchmarks, processes"
+	@echo "make mutants       plants each fault of tests/mutants.toml in a copy, and says which ones no test sees"
 	@echo "make test-gpu      tests of operations, layers, optimizers, models and statistics on the GPUs of this machine"
 	@echo "make journey       what users run on a GPU: commands and examples of all pages, te-jax train with each recipe"
 	@echo "make bench         every benchmark on this machine"
@@ -77,6 +78,9 @@ test: $(PACKAGE) $(TESTS)
 
 test-all:
 	$(MAKE) test ARGS="-m 'not product' $(ARGS)"
+
+mutants: $(PACKAGE) $(TESTS)
+	$(PY) tests/mutants.py --workers $(shell nproc) $(ARGS)
 
 GPU_TESTS ?= $(addprefix tests/,ops linear conformance native sharding hlo optim modules flax nnx layers offload models parallel debug gpu)
 test-gpu: $(PACKAGE) $(TOOLS)

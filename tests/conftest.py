@@ -24,6 +24,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 from parameters import mark_products
+from selection import is_slow
 from xla_flags import asks_for_devices, compile_quickly
 
 from te_jax import native, ops
@@ -50,38 +51,9 @@ hypothesis.settings.load_profile("te_jax")
 _SEED = pytest.StashKey[int]()
 _TESTS = pathlib.Path(__file__).parent
 
-# Files that are `slow` as a whole, unless they are named on the command line.
-_SLOW = {
-    *("benchmarks/*_famil*.py", "benchmarks/test_profile.py"),  # each family, with its peers
-    *("cli/test_train*.py", "cli/test_bench.py"),  # trainings, and processes that are killed and resumed
-    *("docs/test_examples.py", "docs/test_commands.py", "conformance/test_golden.py"),
-    *("linear/test_linear_products.py", "ops/test_mxfp8.py"),  # conformance rows have them, too
-    *("models/test_decoder_*.py", "models/test_tensor_parallel.py", "offload/test_stack.py", "offload/test_values.py"),
-    *("optim/test_buckets.py", "optim/test_convert.py", "optim/test_offload.py", "optim/test_sharding.py"),
-    *("optim/test_optax_manners.py", "optim/test_rounding.py", "optim/test_overwrite.py"),
-    *("optim/test_nonfinite.py", "optim/test_master.py"),
-    # Modules share their arithmetic with the operations, and Linen's with NNX's.
-    *("flax/*.py", "*/test_*_attention.py", "*/test_*_moe.py", "*/test_*_transformer_block.py", "layers/test_moe.py"),
-    *("nnx/test_nnx_einsum.py", "nnx/test_nnx_norm.py", "nnx/test_nnx_imports.py"),
-    *("*/test_*_convert.py", "*/test_*_delayed_scaling.py", "*/test_*_microbatches.py"),
-    # Of these, tests/conformance has a row or a mesh each.
-    *("ops/test_dense_accumulator.py", "ops/test_dense_several_kernels.py", "ops/test_dense_state.py"),
-    *("ops/test_dense_quantized_*.py", "ops/test_dense_transformations.py", "ops/test_dense_data_parallel.py"),
-    *("ops/test_experts_mlp.py", "ops/test_gated_mlp.py", "ops/test_grouped_dense.py", "ops/test_quantize_rows.py"),
-    *("ops/*_of_pairs.py", "ops/*_regressions.py", "ops/*_sharding.py", "ops/*_shard_map.py"),
-    *("parallel/test_p2p.py", "parallel/test_processes.py", "parallel/test_protocol.py", "parallel/*_segments.py"),
-    "offload/test_offload_protocol.py",
-    *("parallel/*_delayed.py", "parallel/*_fp8.py", "parallel/test_experts.py", "test_notebooks.py"),
-    "sharding/test_per_shard.py",  # what all operations are made with, and so every row tests
-}
-
-# What tests that are not slow compile of each folder at most: a number of programs is the same on every machine, where
-# times are not. A run above fails: let tests share programs, mark some as slow, or raise the number.
-_MOST_PROGRAMS = {
-    "benchmarks": 10, "cli": 60, "conformance": 1550, "debug": 130, "docs": 640, "hlo": 65, "layers": 325,
-    "linear": 130, "models": 480, "modules": 820, "native": 130, "nnx": 105, "offload": 175, "ops": 2150, "optim": 900,
-    "parallel": 430, "sharding": 190, "tests": 240,
-}  # fmt: skip
+# How many programs the tests that are not slow compile at most: a number that is the same on every machine, where times
+# are not. A run above fails: let tests share programs, or raise the number.
+_MOST_PROGRAMS = 8200
 _programs = collections.Counter()
 _folder = None
 
@@ -110,10 +82,6 @@ def pytest_sessionstart(session):
         pytest.exit(f"TE_JAX_TEST_REQUIRE_NATIVE=1, but on {jax.default_backend()}: {problems}", returncode=3)
 
 
-def _is_slow(path):
-    return any(path.relative_to(_TESTS).match(pattern) for pattern in _SLOW)
-
-
 def pytest_ignore_collect(collection_path):
     """Elsewhere every worker would import tests/gpu only to skip it, unless it is named."""
     return True if collection_path == _TESTS / "gpu" and jax.default_backend() != "gpu" else None
@@ -125,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
         mark_products([item for item in items if "gpu" not in item.keywords])
         named = {pathlib.Path(argument.partition("::")[0]).resolve() for argument in config.args}
         for item in items:
-            if item.path not in named and _is_slow(item.path):
+            if item.path not in named and is_slow(item.path):
                 item.add_marker(pytest.mark.slow)
     # With --no-loadscope-reorder workers share files in this order: one that takes minutes would end alone.
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_train.py", "test_meshes.py"))
@@ -165,7 +133,7 @@ def pytest_pyfunc_call(pyfuncitem):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     global _folder
-    left_out = item.get_closest_marker("slow") or item.get_closest_marker("product") or _is_slow(item.path)
+    left_out = item.get_closest_marker("slow") or item.get_closest_marker("product") or is_slow(item.path)
     _folder = None if left_out else item.path.parent.name
     return (yield)
 
@@ -189,9 +157,7 @@ def pytest_testnodedown(node):
 
 
 def _too_many():
-    """{folder: number of programs} of those above the limit."""
-    on_cpu = jax.default_backend() == "cpu"
-    return {folder: count for folder, count in _programs.items() if on_cpu and count > _MOST_PROGRAMS.get(folder, 0)}
+    return jax.default_backend() == "cpu" and _programs.total() > _MOST_PROGRAMS
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -199,9 +165,8 @@ def pytest_terminal_summary(terminalreporter):
         return
     counts = ", ".join(f"{folder} {count}" for folder, count in sorted(_programs.items()))
     terminalreporter.write_line(f"Compiled by tests that are not slow: {counts}; {_programs.total()} programs in all")
-    for folder, count in _too_many().items():
-        limit = f"_MOST_PROGRAMS in tests/conftest.py allows {_MOST_PROGRAMS.get(folder, 0)}"
-        terminalreporter.write_line(f"FAILED {folder} compiles {count} programs, and {limit}")
+    if _too_many():
+        terminalreporter.write_line(f"FAILED: _MOST_PROGRAMS in tests/conftest.py allows {_MOST_PROGRAMS}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""Stored notebooks show what their code prints: the cheapest is run and compared, the others in `make test-all`."""
+"""Stored notebooks are those of their code; `make test-all` runs them, and compares what the cheapest one prints."""
 
 import ast
 import importlib
@@ -74,6 +74,7 @@ def test_its_beginning_says_how_long_it_takes_and_what_a_cpu_shows(name):
     assert "on a CPU shows the numerics, not the speed" in beginning
 
 
+@pytest.mark.slow
 def test_the_cheapest_one_prints_what_is_stored():
     (path,) = (path for path in NOTEBOOKS if path.name == CHEAPEST)
     found, stored = printed(run(path)), printed(STORED[CHEAPEST])
