@@ -225,9 +225,10 @@ class Operation:
 
     def assert_gradients(self, found: Operands, expected: Operands, operands: Operands) -> None:
         for name in self.differentiable:
+            tolerance = 1e-5 if name == "scaling_state" else self.tolerance[1]  # maxima are no sums in FP8
             places = zip(*map(jax.tree.leaves, (found[name], expected[name], operands[name])), strict=True)
             for leaf, wanted, operand in places:
-                assert_close(leaf, wanted, dtype=operand.dtype, tolerance=self.tolerance[1])
+                assert_close(leaf, wanted, dtype=operand.dtype, tolerance=tolerance)
 
     def assert_agree(self, found: Any, expected: Any) -> None:
         """Two runs of the operation with the same operands."""

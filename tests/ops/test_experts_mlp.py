@@ -86,64 +86,22 @@ def assert_near(found, wanted, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "load", "function", "implementation"),
+    ("dtype", "function", "options"),
     [
-        ("bfloat16", "drawn", "swiglu", "native"),
-        ("float32", "none has any", "gpt_oss", "native"),
-        ("bfloat16", "the last are empty", "swiglu", "reference"),
-        pytest.param("bfloat16", "one has all", "gpt_oss", "native", marks=pytest.mark.slow),
-        pytest.param("float32", "drawn", "swiglu", "native", marks=pytest.mark.slow),
-        pytest.param("float16", "the last are empty", "geglu", "native", marks=pytest.mark.slow),
-        pytest.param("float32", "drawn", "swiglu", "reference", marks=pytest.mark.slow),
+        ("bfloat16", "swiglu", {"implementation": "native"}),
+        ("float32", "gpt_oss", {"implementation": "native", "kernel_contracting": "last"}),
     ],
+    ids=["bfloat16", "float32, transposed"],
 )
-def test_values_and_gradients(rng, dtype, load, function, implementation):
-    """Of x, of the weights and of the kernels; zeros where there are no tokens."""
-    operands = draw(rng, dtype, load)
-    found, wanted = (
-        step_of(layer, function, implementation=implementation)(*operands) for layer in (fused, apart)
-    )  # fmt: skip
-    assert_near(found, wanted, FP8[dtype])
-
-
-@pytest.mark.filterwarnings("ignore:te_jax runs no native kernel:RuntimeWarning")  # float32 on a GPU
-def test_without_quantization_near(rng):
-    """The error is that of FP8."""
-    operands = draw(rng, "float32")
-    y, gradients = step_of(fused)(*operands)
-    wanted, wanted_gradients = step_of(apart, recipe=None)(*operands)
-    assert_close(y, wanted, tolerance=0.08)
-    assert_near(gradients, wanted_gradients, 0.12)
-
-
-@pytest.mark.parametrize("implementation", ["native", "reference"])
-def test_transposed_kernels(rng, implementation):
-    """[experts, out, in], as checkpoints have them."""
-    x, weights, kernels, *others = draw(rng)
-    operands = x, weights, tuple(jnp.array(kernel.mT) for kernel in kernels), *others
-    options = {"implementation": implementation, "kernel_contracting": "last"}
-    found, wanted = (step_of(layer, **options)(*operands) for layer in (fused, apart))
-    assert_near(found, wanted, FP8["bfloat16"])
-
-
-def test_one_program_for_all_loads(rng):
-    step = jax.jit(lambda *operands: step_of(fused)(*operands))
+def test_values_and_gradients(rng, dtype, function, options):
+    """Of x, of the weights and of the kernels, for all loads by one program; zeros where there are no tokens."""
+    steps = [step_of(layer, function, **options) for layer in (fused, apart)]
     for load in LOADS:
-        step(*draw(rng, load=load))
-    assert step._cache_size() == 1
-
-
-def test_capacity(rng):
-    """Choices beyond it have no row: no value, and no gradient of their weight."""
-    x, weights, kernels, choices, dy = draw(rng, "float32")
-    permutation = permutation_of(choices, capacity=40)
-    assert permutation.dropped > 0
-
-    def of(layer):
-        y, vjp = jax.vjp(jax.jit(functools.partial(layer, permutation=permutation)), x, weights, kernels)
-        return y, vjp(dy)
-
-    assert_near(of(fused), of(apart), FP8["float32"])
+        x, weights, kernels, *others = draw(rng, dtype, load)
+        if options.get("kernel_contracting") == "last":  # [experts, out, in], as checkpoints have them
+            kernels = tuple(np.ascontiguousarray(np.asarray(kernel).mT) for kernel in kernels)
+        assert_near(*(step(x, weights, kernels, *others) for step in steps), FP8[dtype])
+    assert all(step._cache_size() == 1 for step in steps)
 
 
 def test_what_unused_rows_hold_changes_no_bit(rng):
@@ -174,18 +132,6 @@ def test_what_unused_rows_hold_changes_no_bit(rng):
     jax.tree.map(assert_bits, ops.permute_weights(wanted_dweights, permutation), gradients[1])
 
 
-def test_a_copy_that_is_missing(rng):
-    x, weights, kernels, choices, _ = draw(rng, "float32")
-    quantize = functools.partial(ops.quantize, quantization=BlockScaling().quantization("kernel"), copies="transposed")
-
-    def loss(x):
-        without_data = (*kernels[:2], jax.vmap(quantize)(kernels[2]))
-        return fused(x, weights, without_data, permutation_of(choices)).sum()
-
-    with pytest.raises(ValueError, match=re.escape("kernel[2] has no data copy")):
-        jax.eval_shape(jax.grad(loss), x)
-
-
 def test_passes_over_rows(rng):
     """No product runs twice, none is left out, and nothing lies in memory only to be quantized."""
     x, weights, kernels, choices, dy = draw(rng)
@@ -212,8 +158,6 @@ def test_policies_keep_what_the_backward_pass_reads(rng):
         kept = jax.checkpoint(run, policy=policy)
         step = jax.jit(jax.value_and_grad(lambda *a, kept=kept: kept(*a).astype(jnp.float32).sum(), (0, 1, 2)))
         assert step.lower(x, weights, kernels).as_text().count("@te_grouped_gemm") == 8
-    wanted = jax.jit(jax.value_and_grad(lambda *a: run(*a).astype(jnp.float32).sum(), (0, 1, 2)))(x, weights, kernels)
-    jax.tree.map(assert_bits, step(x, weights, kernels), wanted)
 
 
 def test_recipes():

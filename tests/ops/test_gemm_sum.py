@@ -100,13 +100,6 @@ def test_pairs_of_several_types_are_several_products(rng, native_kernels):
     assert_sum(sum_of(pairs), pairs)
 
 
-def test_vmap(rng, native_kernels):
-    examples = [draw(rng, DEPTHS["three"]) for _ in range(2)]
-    found = jax.vmap(sum_of)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *examples))
-    for i, pairs in enumerate(examples):
-        assert_sum(found[i], pairs)
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("split", "reductions"), [("rows", 0), ("columns", 0), ("sums", 1), ("one of the sums", 1)], ids=lambda x: str(x)

@@ -31,26 +31,6 @@ def stack(*trees):
 # --------------------------------------------------------------------------------------------------- buffers, and scan
 
 
-@pytest.mark.parametrize("kind", ["tensor", "block", "plain"])
-@pytest.mark.parametrize("accumulate", [True, False], ids=["added", "overwritten"])
-def test_donated_accumulator_is_written_in_place(accumulate, kind, native_kernels, rng):
-    lhs, rhs = draw(rng, kind, (256,), (512,), (128,))
-    accumulator = random_array(rng, (256, 512)) + np.float32(0)  # of its own: XLA does not write over what NumPy holds
-    expected = product(lhs, rhs) + (wide(accumulator) if accumulate else 0)
-
-    def run(lhs, rhs, accumulator):
-        return ops.gemm(lhs, rhs, accumulator=accumulator, accumulate=accumulate, implementation="native")
-
-    compiled = jax.jit(run, donate_argnums=2).lower(lhs, rhs, accumulator).compile()
-    size, pointer = accumulator.nbytes, accumulator.unsafe_buffer_pointer()
-    assert compiled.memory_analysis().alias_size_in_bytes == size
-    assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= size] == []
-    result = compiled(lhs, rhs, accumulator)
-    assert accumulator.is_deleted()
-    assert result.unsafe_buffer_pointer() == pointer
-    assert_product(result, expected, dtype="float32", kind=kind)
-
-
 @pytest.mark.parametrize("kind", ["row", "plain"])
 @pytest.mark.parametrize("accumulate", [True, False], ids=["added", "overwritten"])
 def test_accumulator_that_is_kept_is_not_copied(accumulate, kind, native_kernels, rng):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cross_entropy_oracle import OPTIONS, changed, oracle
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
 from te_jax import ops
@@ -97,6 +99,22 @@ def test_against_float64(options, dtype, reduction, last, chunk, implementation,
     with_logits = {"float32": 2e-5, "bfloat16": 1.5e-2}.get(dtype, TOLERANCE[dtype])
     compare(found, wanted, TOLERANCE[dtype], with_logits, with_logits, with_logits)
     assert [a.dtype for a in found] == ["float32", dtype, dtype, dtype]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_shards_of_a_vocabulary_that_are_padded(reduction, require_devices, rng):
+    """Of 65 columns in 16 bits."""
+    require_devices(2)
+    x, kernel, _, _, labels = draw(rng, batch=(20,), dtype="bfloat16")
+    mesh = jax.make_mesh((2,), ("vocab",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(x, kernel, vocab_axis=None):
+        return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, reduction=reduction, vocab_axis=vocab_axis))
+
+    local = functools.partial(loss, vocab_axis="vocab")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "vocab")), out_specs=P())
+    found, wanted = (jax.jit(jax.value_and_grad(run, (0, 1)))(x, kernel) for run in (mapped, loss))
+    compare(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5, 1e-2, 1e-2)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -19,15 +19,15 @@ from jax.sharding import AxisType, PartitionSpec
 from parameters import in_turns
 from quantize_oracle import check, quantization_of, random_case
 
-from te_jax import native, ops, parallel
+from te_jax import native, ops
 from te_jax.ops.linear.kernels import quantize_kernel
-from te_jax.recipe import BlockScaling, CurrentScaling, MXFP8Scaling
+from te_jax.recipe import CurrentScaling, MXFP8Scaling
 from te_jax.testing import assert_close, relative_error
 
 RECIPE = MXFP8Scaling()
 E8M0 = jnp.float8_e8m0fnu
 
-implementations = pytest.mark.parametrize("implementation", ["xla", "reference"])
+IMPLEMENTATIONS = ["xla", "reference"]
 
 # -------------------------------------------------------------------------------------------------------- quantization
 
@@ -37,7 +37,6 @@ implementations = pytest.mark.parametrize("implementation", ["xla", "reference"]
     [
         ((48, 96), 1, "bfloat16", E4M3),
         ((33, 70), 1, "float32", E4M3),
-        ((5, 7), 1, "float16", E5M2),
         ((2, 64, 3, 32), 2, "float32", E5M2),
         ((0, 32), 1, "bfloat16", E4M3),
     ],
@@ -53,7 +52,7 @@ def test_one_copy_and_two_scalings(pair, copies, rng):
 
 def test_nothing_saturates(rng):
     """Scales are rounded down, so that the largest value of a block is 448 at most, and above 224."""
-    x = jnp.exp(jnp.asarray(rng.uniform(-30, 30, (64, 64)), jnp.float32))
+    x = np.exp(rng.uniform(-30, 30, (64, 64))).astype(np.float32)
     quantized = ops.quantize(x, RECIPE.quantization("activation"))
     largest = np.abs(wide(quantized.data)).reshape(64, 2, 32).max(-1)
     assert (largest >= 224).all()
@@ -62,7 +61,8 @@ def test_nothing_saturates(rng):
 
 
 def test_a_value_that_is_not_finite_reaches_its_block_alone():
-    x = jnp.ones((2, 64)).at[1, 40].set(jnp.inf)
+    x = np.ones((2, 64), np.float32)
+    x[1, 40] = np.inf
     found = np.isnan(np.asarray(ops.quantize(x, RECIPE.quantization("activation"), copies="data").dequantize()))
     assert found[1, 32:].all()
     assert found.sum() == 32
@@ -82,34 +82,31 @@ def test_refusals():
         ops.gemm(quantized, other)
     with pytest.raises(ValueError, match=re.escape("scaling they must be float8_e8m0fnu (32, 1)")):
         ops.gemm(jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == E8M0 else x, quantized), quantized)
-    local = functools.partial(parallel.all_gather_matmul, axis_name="tp", gather_dimension=0, recipe=RECIPE)
-    mesh = jax.make_mesh((1,), ("tp",), devices=jax.devices()[:1])
-    with pytest.raises(ValueError, match="collective products have no blocks of 32: use CurrentScaling"):
-        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False), x, x)
 
 
 # ------------------------------------------------------------------------------------------------------------ products
 
 
-@implementations
 @pytest.mark.parametrize(
-    ("m", "k", "n", "dtypes", "out_dtype"),
-    [
-        ((36,), (176,), (48,), (E4M3, E4M3), "float32"),
-        ((2, 3), (2, 64), (48,), (E5M2, E4M3), "bfloat16"),
-        ((5,), (20,), (2, 16), (E4M3, E5M2), "float16"),
-    ],
+    ("case", "implementation"),
+    in_turns(
+        {
+            "matrices": ((36,), (176,), (48,), (E4M3, E4M3), "float32"),
+            "groups": ((2, 3), (2, 64), (48,), (E5M2, E4M3), "bfloat16"),
+            "short blocks": ((5,), (20,), (2, 16), (E4M3, E5M2), "float16"),
+        },
+        IMPLEMENTATIONS,
+    ),
 )
-def test_gemm(m, k, n, dtypes, out_dtype, implementation, rng):
+def test_gemm(case, implementation, rng):
+    m, k, n, dtypes, out_dtype = case
     lhs, rhs = random_product(rng, m, n, k, "mx", lhs_dtype=dtypes[0], rhs_dtype=dtypes[1])
-    result = ops.gemm(lhs, rhs, out_dtype=out_dtype, implementation=implementation)
-    assert_product(result, product(lhs, rhs), dtype=out_dtype)
     bias = random_array(rng, n, out_dtype)
     result = ops.gemm(lhs, rhs, bias=bias, activation="gelu", out_dtype=out_dtype, implementation=implementation)
     assert_product(result, gelu(product(lhs, rhs) + wide(bias)), dtype=out_dtype)
 
 
-@implementations
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gemm_of_other_copies_with_an_accumulator(implementation, rng):
     lhs, rhs = (random_quantized(rng, (64,), (size,), "block_1x32") for size in (40, 48))
     accumulator = random_array(rng, (40, 48))
@@ -118,11 +115,10 @@ def test_gemm_of_other_copies_with_an_accumulator(implementation, rng):
     assert_product(result, product(lhs, rhs, **options) + wide(accumulator), dtype="float32")
 
 
-@implementations
-def test_gemm_under_vmap(implementation, rng):
+def test_gemm_under_vmap(rng):
     pairs = [random_product(rng, (8,), (16,), (64,), "mx") for _ in range(3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
-    result = jax.vmap(functools.partial(ops.gemm, out_dtype="float32", implementation=implementation))(*stacked)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *pairs)
+    result = np.asarray(jax.vmap(functools.partial(ops.gemm, out_dtype="float32", implementation="xla"))(*stacked))
     for found, pair in zip(result, pairs, strict=True):
         assert_product(found, product(*pair), dtype="float32")
 
@@ -130,17 +126,19 @@ def test_gemm_under_vmap(implementation, rng):
 # -------------------------------------------------------------------------------------------------------------- layers
 
 
-@implementations
 @pytest.mark.parametrize(
-    ("batch", "inner", "outer", "dtype", "contracting"),
-    [
-        ((64,), (128,), (256,), "bfloat16", "first"),
-        ((3, 23), (2, 48), (3, 32), "float32", "last"),
-        ((65,), (96,), (48,), "float16", "first"),
-    ],
+    ("case", "implementation"),
+    in_turns(
+        {
+            "groups": ((3, 23), (2, 48), (3, 32), "float32", "last"),
+            "odd": ((65,), (96,), (48,), "float16", "first"),
+        },
+        IMPLEMENTATIONS,
+    ),
 )
-def test_dense(batch, inner, outer, dtype, contracting, implementation, rng):
-    case = random_layer(rng, batch, inner, outer, dtype, kernel_contracting=contracting)
+def test_dense(case, implementation, rng):
+    *sizes, dtype, contracting = case
+    case = random_layer(rng, *sizes, dtype, kernel_contracting=contracting)
     check_layer(case, recipe=RECIPE, implementation=implementation)
 
 
@@ -153,21 +151,7 @@ def test_the_default_on_a_cpu_is_the_reference_without_a_warning(rng, recwarn):
     assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
 
-def test_outliers_disturb_their_blocks_alone(rng):
-    """A thousandth of x is a million times as large: one scale for the tensor loses what blocks keep."""
-    x = rng.standard_normal((128, 256)) * np.where(rng.random((128, 256)) < 1e-3, 1e6, 1.0)
-    kernel, rows = rng.standard_normal((256, 64)) / 16, np.abs(x).max(-1) < 100
-    assert rows.sum() > 30
-    errors = {}
-    for recipe in (RECIPE, BlockScaling(), CurrentScaling()):
-        y = ops.dense(x.astype(np.float32), kernel.astype(np.float32), recipe=recipe, implementation="reference")
-        errors[type(recipe)] = relative_error(np.asarray(y)[rows], (x @ kernel)[rows])
-    assert errors[MXFP8Scaling] < FORWARD
-    assert errors[CurrentScaling] > 2 * errors[MXFP8Scaling]
-
-
 LAYERS = {
-    "several kernels": lambda x, gate, up, down, recipe: sum(ops.dense(x, (gate, up), recipe=recipe)),
     "gated_mlp": lambda x, gate, up, down, recipe: ops.gated_mlp(x, (gate, up, down), recipe=recipe),
     "einsum": lambda x, gate, up, down, recipe: ops.einsum("td,df->tf", x, gate, recipe=recipe),
     "grouped_dense": lambda x, gate, up, down, recipe: ops.grouped_dense(
@@ -183,7 +167,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-@implementations
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_product_varies_over_the_axes_of_its_operands(implementation):
     """Inside of shard_map, where a gradient of what all devices have is a sum over devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
@@ -202,7 +186,7 @@ def test_a_product_varies_over_the_axes_of_its_operands(implementation):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, rng):
     shapes = (96, 64), (64, 160), (64, 160), (160, 64)
-    x, gate, up, down = (jnp.asarray(rng.standard_normal(s) / np.sqrt(s[0]), jnp.float32) for s in shapes)
+    x, gate, up, down = ((rng.standard_normal(s) / np.sqrt(s[0])).astype(np.float32) for s in shapes)
 
     def step(recipe):
         def loss(*operands):
@@ -239,15 +223,15 @@ def test_a_kernel_quantized_beforehand_with_an_accumulator(rng):
 
 def test_export(rng):
     """Scales of one byte survive serialization."""
-    quantized = ops.quantize(jnp.asarray(rng.standard_normal((32, 64)), jnp.float32), RECIPE.quantization("kernel"))
+    quantized = ops.quantize(rng.standard_normal((32, 64)).astype(np.float32), RECIPE.quantization("kernel"))
     exported = export.export(jax.jit(lambda q: q.dequantize()))(quantized)
     again = export.deserialize(exported.serialize())
     np.testing.assert_array_equal(again.call(quantized), quantized.dequantize())
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turns(["scale_inv", "transposed_scale_inv"], ["data", "transposed"]))
-def test_memory(name, dtype):
+def test_memory():
     """33 bytes for 32 values of a copy."""
-    quantized = ops.quantize(jnp.ones((64, 96)), RECIPE.quantization("kernel"))
-    assert getattr(quantized, name).dtype == E8M0
-    assert getattr(quantized, name).nbytes * 32 == getattr(quantized, dtype).nbytes
+    quantized = jax.eval_shape(lambda x: ops.quantize(x, RECIPE.quantization("kernel")), np.ones((64, 96)))
+    for scales, copy in ((quantized.scale_inv, quantized.data), (quantized.transposed_scale_inv, quantized.transposed)):
+        assert scales.dtype == E8M0
+        assert scales.size * 32 == copy.size

@@ -82,29 +82,6 @@ def test_groups_of_sharded_dimensions(axis_type, pair, make_mesh, native_kernels
     assert_exchanges_little(compiled, (2 * 128, 128))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", ["row", "1x128 and square"])
-def test_the_reference_inside_shard_map(pair, make_mesh, rng):
-    mesh = make_mesh({"data": AUTO, "model": AUTO})
-    x, quantization = random_case(rng, SHAPE, "bfloat16"), quantization_of(pair)
-    quantized = ops.quantize(jnp.zeros((128, 128), x.dtype), quantization, implementation="reference")
-    scales = {"tensor": (P(), P()), "row": (P("data"), P("model"))}.get(pair, (P("model", "data"), P("model", "data")))
-    specs = [P("data", "model"), scales[0], P("model", "data"), scales[1]]
-    out_specs = (jax.tree.unflatten(jax.tree.structure(quantized), specs), P(), P("model"))
-
-    def local(x):
-        axes = {"rows": "data", "cols": "model"}
-        return ops.quantize(
-            x, quantization, amax_axis=axes, with_amax=True, with_dbias=True, implementation="reference"
-        )
-
-    run = jax.shard_map(local, mesh=mesh, in_specs=P("data", "model"), out_specs=out_specs)
-    placed = place(x, mesh, P("data", "model"))
-    compiled = jax.jit(run).lower(placed).compile()
-    assert_results(compiled(placed), x, quantization)
-    assert_exchanges_little(compiled, placed.sharding.shard_shape(SHAPE))
-
-
 def test_names_of_axes(make_mesh, implementation, rng):
     """A name alone is about rows; several axes may split one group."""
     mesh = make_mesh({"data": AUTO, "model": AUTO})
@@ -135,16 +112,3 @@ def test_largest_magnitudes_of_shards_keep_nan(axis_type, make_mesh, native_kern
         )
         assert_quantized(quantized, oracle(x, quantization))
         assert_bits(amax, np.float32(np.nan))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", ["row", "1x128 and square"])
-def test_reference_of_sharded_arrays(pair, make_mesh, rng):
-    mesh = make_mesh({"data": EXPLICIT, "model": EXPLICIT})
-    quantization = quantization_of(pair)
-    for shape, spec in (((512, 256), P("data", "model")), ((264, 136), P("data", "model"))):
-        x = random_case(rng, shape, "bfloat16")
-        results = ops.quantize(
-            place(x, mesh, spec), quantization, with_amax=True, with_dbias=True, implementation="reference"
-        )
-        assert_results(results, x, quantization)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cross_entropy_oracle import OPTIONS, oracle, random_case
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,13 +14,10 @@ from te_jax import ops
 from te_jax.hlo import buffers, collectives
 from te_jax.testing import assert_close
 
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPE = (16, 64)
-
-
-@pytest.fixture
-def loss(implementation):
-    return functools.partial(ops.softmax_cross_entropy, implementation=implementation)
 
 
 @pytest.fixture
@@ -40,30 +36,7 @@ def assert_exchanges_rows_only(compiled, rows):
     assert sum(array.elements for entry in found for array in entry.results) <= 4 * rows + 8, found
 
 
-def test_gradient_inside_of_shard_map(mesh, loss, case, implementation):
-    """As a training loop does: each device differentiates, rows over "data" are summed by hand."""
-    logits, labels = case
-    spec = P("data", "model")
-
-    def local(logits, labels):
-        def mean(logits):
-            total = lax.psum(loss(logits, labels, vocab_axis="model", reduction="sum"), "data")
-            return total / lax.psum(jnp.sum(labels != -100), "data").astype(jnp.float32)
-
-        return jax.value_and_grad(mean)(logits)
-
-    step = jax.shard_map(local, mesh=mesh, in_specs=(spec, P("data")), out_specs=(P(), spec))
-    placed = jax.device_put(logits, NamedSharding(mesh, spec)), jax.device_put(labels, NamedSharding(mesh, P("data")))
-    compiled = jax.jit(step).lower(*placed).compile()
-    value, gradient = compiled(*placed)
-    expected = oracle(logits, labels)
-    assert_close(value, expected.loss, dtype="float32")
-    assert_close(gradient, expected.gradient, dtype="float32")
-    if implementation == "native":
-        assert_exchanges_rows_only(compiled, SHAPE[0] // mesh.shape["data"])
-
-
-def test_special_rows_of_a_split_vocabulary(mesh, loss):
+def test_special_rows_of_a_split_vocabulary(mesh):
     """Masked, without probability, NaN, infinite, ignored, out of the vocabulary; each spread over shards or in one."""
     logits = np.tile(np.linspace(-1, 1, 64, dtype=np.float32), (8, 1))
     labels = np.full(8, 40, np.int32)
@@ -78,7 +51,7 @@ def test_special_rows_of_a_split_vocabulary(mesh, loss):
     expected.gradient[4] = 0.0
 
     def rows(logits):
-        local = functools.partial(loss, vocab_axis="model", reduction="none")
+        local = functools.partial(ops.softmax_cross_entropy, vocab_axis="model", reduction="none")
         return jax.shard_map(local, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P())(logits, labels)
 
     @jax.jit
@@ -95,20 +68,16 @@ def test_special_rows_of_a_split_vocabulary(mesh, loss):
 
 
 @pytest.mark.parametrize("outer", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_manual_vocabulary_and_rows_that_jax_splits(outer, make_mesh, loss, case, implementation):
+def test_manual_vocabulary_and_rows_that_jax_splits(outer, make_mesh, case):
     mesh = make_mesh({"data": outer, "model": AUTO})
     logits, labels = case
 
     def total(logits, labels):
-        local = functools.partial(loss, vocab_axis="model", reduction="sum", **OPTIONS["all"])
+        local = functools.partial(ops.softmax_cross_entropy, vocab_axis="model", reduction="sum", **OPTIONS["all"])
         return jax.shard_map(
             local, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P(), axis_names={"model"}
         )(logits, labels)  # fmt: skip
 
-    _run_partly_manual(mesh, total, logits, labels, implementation)
-
-
-def _run_partly_manual(mesh, total, logits, labels, implementation):
     expected = oracle(logits, labels, reduction="sum", **OPTIONS["all"])
     with jax.set_mesh(mesh):
         placed = [
@@ -120,22 +89,19 @@ def _run_partly_manual(mesh, total, logits, labels, implementation):
     assert_close(value, expected.loss, dtype="float32")
     assert_close(gradient, expected.gradient, dtype="float32")
     # Where the other axis is Explicit, JAX itself gathers the operands of such a shard_map, whatever runs inside.
-    if implementation == "native" and not mesh.explicit_axes:
+    if not mesh.explicit_axes:
         assert_exchanges_rows_only(compiled, SHAPE[0] // mesh.shape["data"])
 
 
-@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_memory_of_shards(check_vma, donate, native_kernels, mesh, rng):
+@pytest.mark.parametrize(("check_vma", "donate"), [(True, False), (False, True)], ids=["kept", "donated"])
+def test_memory_of_shards(check_vma, donate, mesh, rng):
     """The gradient is written over donated shards. Shards that are kept are copied once: inside a shard_map of the
     user's it cannot be seen whose they are."""
     logits, labels = random_case(rng, (64, 2048), "bfloat16")
     spec = P("data", "model")
 
     def local(logits, labels):
-        return jax.grad(
-            lambda x: ops.softmax_cross_entropy(x, labels, vocab_axis="model", reduction="sum", implementation="native")
-        )(logits)
+        return jax.grad(lambda x: ops.softmax_cross_entropy(x, labels, vocab_axis="model", reduction="sum"))(logits)
 
     step = jax.shard_map(local, mesh=mesh, in_specs=(spec, P("data")), out_specs=spec, check_vma=check_vma)
     # Without tracked axes JAX differentiates the sum of the shards' losses.

@@ -31,7 +31,8 @@ def mesh_of(axes, axis_type=AxisType.Auto):
 
 
 def place(x, mesh, spec):
-    return jax.device_put(x, NamedSharding(mesh, spec))
+    # From NumPy: JAX would compile a program that cuts the array.
+    return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ from te_jax.parallel import Ring, all_gather_matmul, matmul_reduce_scatter
 from te_jax.recipe import CurrentScaling
 from te_jax.testing import assert_close
 
-transports = pytest.mark.parametrize("transport", TRANSPORTS)
 last = pytest.mark.parametrize("transport", TRANSPORTS[-1:])  # where the transport matters little
 NAMES = ["all_gather_matmul", "matmul_reduce_scatter"]
 functions = pytest.mark.parametrize("name", NAMES)
@@ -41,6 +40,16 @@ def test_16_bits(dtype, name, transport, rng, require_devices):
     size = min(jax.device_count(), 4)
     case = random_case(rng, name, size, rows=8, inner=32, outers=((16,),), dtype=dtype)
     check(case, mesh_of({"tp": size}), transport=transport)
+
+
+@last
+@functions
+def test_partial_sums_of_dx_are_not_rounded_to_out_dtype(name, transport, rng, require_devices):
+    """Of a float32 x whose y is asked for in bfloat16."""
+    require_devices(2)
+    case = random_case(rng, name, 2, rows=8, inner=32, outers=((16,),), y_dtype="bfloat16")
+    found = computed(case, mesh_of({"tp": 2}), transport=transport, out_dtype=jnp.bfloat16)
+    assert_close(found.dx, oracle(case).dx, tolerance=1e-5, dtype=jnp.float32)
 
 
 @last
@@ -70,9 +79,7 @@ def test_several_weights(residual, transport, rng, require_devices):
     [
         (NAMES[0], (), (3, 2), 0),
         (NAMES[1], (2,), (), 1),
-        (NAMES[0], (1, 2), (), -2),
         (NAMES[1], (2,), (3,), -3),
-        (NAMES[1], (), (3, 2), 0),
     ],
 )
 def test_any_axis(lead, mid, axis, name, transport, rng, require_devices):
@@ -81,29 +88,14 @@ def test_any_axis(lead, mid, axis, name, transport, rng, require_devices):
     check(case, mesh_of({"tp": 2}), transport=transport, axis=axis)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "rows"), [(NAMES[0], 2, 5), (NAMES[1], 4, 1), (NAMES[0], 4, 1), (NAMES[1], 4, 2)]
-)
+@pytest.mark.parametrize(("name", "size", "rows"), [(NAMES[0], 2, 5), (NAMES[1], 4, 1), (NAMES[0], 4, 2)])
 def test_a_ring_both_ways(size, rows, name, rng, require_devices):
     require_devices(size)
     case = random_case(rng, name, size, lead=(2,), rows=rows)
     check(case, mesh_of({"tp": size}), transport=Ring(bidirectional=True))
 
 
-@functions
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_ring_computes_what_xla_does(bidirectional, name, rng, require_devices):
-    """Up to the order of sums in float32."""
-    require_devices(4)
-    case, mesh = random_case(rng, name, 4, rows=4, inner=16, outers=((8,),)), mesh_of({"tp": 4})
-    xla = computed(case, mesh, transport="xla")
-    ring = computed(case, mesh, transport=Ring(bidirectional))
-    for one, other in zip(jax.tree.leaves(vars(ring)), jax.tree.leaves(vars(xla)), strict=True):
-        assert_close(one, other, tolerance=1e-6)
-
-
-@functions
-@pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
+@pytest.mark.parametrize(("transport", "name"), in_turns(["auto", *TRANSPORTS], NAMES))
 def test_one_device(transport, name, rng):
     case, mesh = random_case(rng, name, 1, lead=(2,)), mesh_of({"tp": 1})
     check(case, mesh, transport=transport)
@@ -123,7 +115,6 @@ def test_collectives(size, name, outers, plain, rng, require_devices):
     case, mesh = random_case(rng, name, size, outers=outers), mesh_of({"tp": size})
     for options, expected in (
         ({}, [plain]),
-        ({"transport": "xla"}, [plain]),
         ({"transport": "ring"}, ["collective-permute"] * (size - 1)),
         ({"transport": Ring(bidirectional=True)}, ["collective-permute"] * 2 * (size - 1)),
     ):
@@ -187,8 +178,10 @@ def test_gradients_of_a_bias_are_added_in_float32(name, transport, require_devic
     assert_close(dbias, np.full(dbias.shape, 257), tolerance=0.0, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize(("transport", "size"), [*in_turns(TRANSPORTS, (4, 2)), ("xla", 1)])
-@pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["plain", "fp8"])
+@pytest.mark.parametrize(
+    ("transport", "size", "recipe"),
+    in_turns([*TRANSPORTS, "xla"], (4, 2, 2, 1), {"plain": None, "fp8": CurrentScaling(), "plain too": None}),
+)
 def test_products_of_several_weights_are_rounded_together(size, recipe, transport, require_devices):
     """Each is beyond the range of float16, and their sum is not."""
     require_devices(size)
@@ -213,7 +206,7 @@ def test_products_of_several_weights_are_rounded_together(size, recipe, transpor
 @last
 @pytest.mark.parametrize(
     ("name", "check_vma", "axes"),
-    [(NAMES[0], True, {"dp": 2, "tp": 4}), (NAMES[1], True, {"tp": 4, "dp": 2}), (NAMES[0], False, {"tp": 4, "dp": 2})],
+    [(NAMES[1], True, {"tp": 4, "dp": 2}), (NAMES[0], False, {"tp": 4, "dp": 2})],
 )
 def test_groups_within_a_mesh(check_vma, axes, name, transport, rng, require_devices):
     """Weights are replicated over dp: their gradients are summed over it."""
@@ -222,8 +215,9 @@ def test_groups_within_a_mesh(check_vma, axes, name, transport, rng, require_dev
     check(case, mesh_of(axes), transport=transport, check_vma=check_vma)
 
 
-@last
-@pytest.mark.parametrize(("name", "split"), in_turns(NAMES, [("a", "b"), ("b", "a")]))
+@pytest.mark.parametrize(
+    ("transport", "name", "split"), in_turns(TRANSPORTS, NAMES, [("a", "b"), ("b", "a"), ("b", "a")])
+)
 def test_several_axes(split, name, transport, rng, require_devices):
     """The first varies slowest, whatever the order of the mesh."""
     require_devices(8)
@@ -232,8 +226,7 @@ def test_several_axes(split, name, transport, rng, require_devices):
     check(random_case(rng, name, size, lead=(2,), split=split, batch="dp"), mesh, transport=transport)
 
 
-@transports
-@functions
+@pytest.mark.parametrize(("transport", "name"), in_turns(TRANSPORTS, NAMES))
 def test_operands_of_which_jax_knows_that_they_vary(name, transport, rng, require_devices):
     """Gradients inside of shard_map as outside, of operands that are whole outside and made to vary inside."""
     require_devices(4)
@@ -275,8 +268,7 @@ def test_a_kernel_that_all_devices_share(transport, rng, require_devices):
     assert_close(dw, 2 * np.broadcast_to(x.sum(axis=0)[:, None], w.shape), tolerance=1e-5)
 
 
-@functions
-@pytest.mark.parametrize("transport", ["auto", "xla", "ring"])
+@pytest.mark.parametrize(("transport", "name"), in_turns(["auto", "ring"], NAMES))
 def test_partly_manual(transport, name, rng, require_devices):
     """Rows of the batch are split by jit."""
     require_devices(4)
@@ -294,40 +286,3 @@ def block(x, up, down, **options):
     """A layer as tensor and sequence parallel ones are."""
     h = all_gather_matmul(x, up, axis_name="tp", **options)
     return x + matmul_reduce_scatter(jnp.tanh(h), down, axis_name="tp", **options)
-
-
-@pytest.mark.parametrize(("policy", "gathers"), [("names", 1), ("nothing", 2)])
-def test_remat_keeps_what_has_a_name(policy, gathers, rng, require_devices):
-    require_devices(4)
-    case, mesh = random_case(rng, "all_gather_matmul", 4), mesh_of({"tp": 4})
-    policies = jax.checkpoint_policies
-    policy = (
-        policies.save_only_these_names("te_collective_activation") if policy == "names" else policies.nothing_saveable
-    )
-    mapped = case.mapped(mesh, transport="xla")
-
-    def loss(x, weights):
-        # The gather must not be the last thing, or nothing is left to be run again.
-        return jnp.sum(
-            jnp.sin(jax.checkpoint(lambda x, w: mapped(jnp.sin(x), w, case.biases), policy=policy)(x, weights)[0])
-        )
-
-    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(case.x, case.weights).as_text()
-    assert text.count("stablehlo.all_gather") == gathers
-
-
-@last
-def test_vmap(transport, rng, require_devices):
-    """Over several x, and over several weights as well."""
-    require_devices(2)
-    mesh = mesh_of({"tp": 2})
-    x = rng.standard_normal((3, 4, 6)).astype(np.float32)
-    up, down = (rng.standard_normal((3, *shape)).astype(np.float32) for shape in ((6, 8), (8, 6)))
-    for axes, weights in ((0, (up, down)), (None, (up[0], down[0]))):
-        many = jax.vmap(functools.partial(block, transport=transport), in_axes=(0, axes, axes))
-        batch = [None] * (weights[0].ndim - 2)
-        mapped = jax.shard_map(
-            many, mesh=mesh, in_specs=(P(None, "tp"), P(*batch, None, "tp"), P(*batch, "tp")), out_specs=P(None, "tp")
-        )
-        expected = x + np.tanh(x @ weights[0]) @ weights[1]
-        assert_close(jax.jit(mapped)(x, *weights), expected, tolerance=1e-5)
