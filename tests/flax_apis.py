@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
 from flax.training.train_state import TrainState
+from flax.traverse_util import unflatten_dict
 
 import te_jax.flax
 import te_jax.nnx
@@ -126,9 +127,21 @@ class Linen:
         init = jax.jit(functools.partial(module.init, **kwargs))
         return Bound(module, nn.unbox(init(jax.random.key(int(rng.integers(2**31))), *args)))
 
+    def drawn(self, layer, rng, *args):
+        """A model as `make` gives it, with numbers of NumPy, which no program draws. It has no other random state."""
+        module = layer()
+        shapes = self.abstract(layer, *args).variables
+        others = {name: jax.tree.map(_zeros, tree) for name, tree in shapes.items() if name != "params"}
+        return Bound(module, {"params": _random(rng, shapes.get("params", {})), **others})
+
+    def abstract(self, layer, *args):
+        """A model of shapes."""
+        module = layer()
+        return Bound(module, jax.eval_shape(lambda *args: nn.unbox(module.init(jax.random.key(0), *args)), *args))
+
     def trace(self, layer, **call):
         """Makes a model and calls it, without values."""
-        return jax.eval_shape(lambda call: layer().init(jax.random.key(0), **call), call)
+        return jax.eval_shape(lambda: layer().init_with_output(jax.random.key(0), **call)[0])
 
     def names(self, layer, *args):
         """The names of the dimensions of all parameters."""
@@ -146,6 +159,10 @@ class Linen:
         """{path: value} of the state of delayed scaling."""
         variables = tree.variables if isinstance(tree, Bound) else tree
         return _by_path(variables.get(OVERWRITE, {}))
+
+    def with_states(self, model, states):
+        """The model with states by path."""
+        return Bound(model.module, {**model.variables, OVERWRITE: unflatten_dict(states, sep="/")})
 
     def expert_bias(self, model, *path):
         """That of a `MoE` at the path in the model."""
@@ -199,8 +216,8 @@ class Linen:
         return model(*args, method=method)
 
     def with_dropout(self, model, x, rng):
-        key = jax.random.key(int(rng.integers(2**31)))
-        return model(x, deterministic=False, rngs={"dropout": key})
+        apply = jax.jit(lambda model, x, key: model(x, deterministic=False, rngs={"dropout": key}))
+        return apply(model, x, jax.random.key(int(rng.integers(2**31))))
 
     def decoding(self, model, batch, length, features):
         """step(x, jit=True), which continues the sequences in a cache."""
@@ -293,8 +310,20 @@ class Nnx:
         del args, kwargs
         return layer(rngs=nnx.Rngs(int(rng.integers(2**31))))
 
+    def drawn(self, layer, rng, *args):
+        model = self.abstract(layer, *args)
+        state = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(_zeros, nnx.state(model, nnx.Not(nnx.Param))))
+        nnx.replace_by_pure_dict(state, _random(rng, nnx.to_pure_dict(state)))
+        nnx.update(model, state)
+        return model
+
+    def abstract(self, layer, *args):
+        del args
+        return nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(0)))
+
     def trace(self, layer, **call):
-        return nnx.eval_shape(lambda call: layer(rngs=nnx.Rngs(0))(**call), call)
+        return nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(0))(**call))
 
     def names(self, layer, *args):
         del args
@@ -313,6 +342,13 @@ class Nnx:
 
     def states(self, tree):
         return _by_path(nnx.to_pure_dict(nnx.state(tree, OverwriteWithGradient)))
+
+    def with_states(self, model, states):
+        model = nnx.clone(model)
+        state = nnx.state(model, OverwriteWithGradient)
+        nnx.replace_by_pure_dict(state, unflatten_dict(states, sep="/"))
+        nnx.update(model, state)
+        return model
 
     def expert_bias(self, model, *path):
         return functools.reduce(getattr, path, model).expert_bias.get_value()
@@ -353,7 +389,7 @@ class Nnx:
 
     def with_dropout(self, model, x, rng):
         del rng
-        return model(x)
+        return nnx.jit(lambda model, x: model(x))(model, x)
 
     def decoding(self, model, batch, length, features):
         del features
@@ -366,6 +402,23 @@ class Nnx:
         del args
         model = nnx.clone(model)
         return model, te_jax.nnx.convert(model, recipe, **arguments)
+
+
+def _zeros(leaf):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.zeros((*leaf.shape, 2), np.uint32))
+    return jax.device_put(np.zeros(leaf.shape, leaf.dtype))
+
+
+def _random(rng, shapes):
+    """Kernels that keep the size of what they multiply, about; scales around 1, and biases around 0."""
+
+    def values(path, leaf):
+        if leaf.ndim > 1 and "bias" not in str(path[-1]):
+            return normal(rng, leaf.shape, leaf.dtype, leaf.size**-0.25)
+        return normal(rng, leaf.shape, leaf.dtype, 0.2, 1.0 if "scale" in str(path[-1]) else 0.0)
+
+    return jax.tree.map_with_path(values, shapes)
 
 
 def _by_path(tree):
@@ -387,18 +440,13 @@ def quantized_paths(tree):
     }
 
 
-def normal(rng, shape, dtype=jnp.float32):
-    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
+def normal(rng, shape, dtype=jnp.float32, scale=1.0, mean=0.0):
+    return jax.device_put(np.asarray(scale * rng.standard_normal(shape) + mean, jnp.dtype(dtype)))
 
 
 def mean_square(model, x):
     y = model(x)
     return jnp.mean(jnp.square(getattr(y, "y", y)))
-
-
-def perturbed(api, model, rng):
-    """The model with other parameters than those that layers begin with."""
-    return api.replaced(model, jax.tree.map(lambda p: p + 0.2 * normal(rng, p.shape, p.dtype), api.parameters(model)))
 
 
 def sum_of_sines(tree):

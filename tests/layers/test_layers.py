@@ -1,6 +1,5 @@
 """`te_jax.layers.apply_layers` against a loop in Python, and the program that XLA makes of it."""
 
-import itertools
 import re
 
 import jax
@@ -11,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import checkpoint_policies, ops
 from te_jax.layers import apply_layers
@@ -19,7 +19,6 @@ from te_jax.testing import assert_close
 
 LAYERS, WIDTH = 5, 32
 REMAT = {"none": None, "all": True, "policy": jax.checkpoint_policies.save_only_these_names("hidden")}
-every_remat = pytest.mark.parametrize("remat", REMAT.values(), ids=REMAT)
 both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
 
 
@@ -69,17 +68,16 @@ def assert_equal(found, expected):
         assert_close(one, other, tolerance=1e-6)
 
 
-@every_remat
-@both_forms
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_values_and_gradients_are_those_of_a_loop(jit, stacked, remat, params, stream):
+@pytest.mark.parametrize(("remat", "stacked"), in_turns(REMAT, [True, False]))
+def test_values_and_gradients_are_those_of_a_loop(stacked, remat, params, stream):
     def run(params, x):
         return apply_layers(layer, params, x, remat=remat)
 
     given = stack(params) if stacked else params
     gradient = jax.value_and_grad(total(run), argnums=(0, 1))
-    value, (found, of_stream) = (jax.jit(gradient) if jit else gradient)(given, stream)
-    expected, (gradients, expected_of_stream) = jax.value_and_grad(total(loop), argnums=(0, 1))(params, stream)
+    value, (found, of_stream) = jax.jit(gradient)(given, stream)
+    gradient = jax.value_and_grad(total(loop), argnums=(0, 1))
+    expected, (gradients, expected_of_stream) = jax.jit(gradient)(params, stream)
     assert_equal(value, expected)
     assert_equal(of_stream, expected_of_stream)
     assert_equal(found, stack(gradients) if stacked else gradients)
@@ -94,16 +92,6 @@ def test_forward_mode_and_second_derivatives(stacked, params, stream):
         return jax.jvp(jax.grad(lambda s: total(run)(params, s)), (stream,), (stream,))[1]
 
     assert_close(slope(lambda p, x: apply_layers(layer, p, x), given), slope(loop, params), tolerance=1e-5)
-
-
-def test_layers_may_differ(rng):
-    sizes = [8, 16, 16, 4]
-    params = [
-        jax.device_put(np.asarray(rng.standard_normal(shape), jnp.float32)) for shape in itertools.pairwise(sizes)
-    ]
-    x = jax.device_put(np.asarray(rng.standard_normal((2, 8)), jnp.float32))
-    found = apply_layers(lambda x, kernel: jnp.tanh(x @ kernel), tuple(params), x)
-    assert_close(found, jnp.tanh(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) @ params[2]), tolerance=1e-6)
 
 
 def test_no_layers(stream):
@@ -122,9 +110,14 @@ def test_gradients_of_what_the_layer_closes_over(params, stream):
             x = layer(x, of_layer)
         return x
 
-    for remat in REMAT.values():
-        found = jax.grad(with_shift(lambda *a, remat=remat: apply_layers(*a, remat=remat)))(0.3)
-        assert_close(found, jax.grad(with_shift(plain))(0.3), tolerance=1e-5)
+    @jax.jit
+    def gradients(shift):
+        of = [with_shift(lambda *a, remat=remat: apply_layers(*a, remat=remat)) for remat in REMAT.values()]
+        return [jax.grad(f)(shift) for f in (*of, with_shift(plain))]
+
+    *found, expected = gradients(0.3)
+    for one in found:
+        assert_close(one, expected, tolerance=1e-5)
 
 
 def test_the_layer_is_traced_once(params, stream):
@@ -236,13 +229,13 @@ def test_vmap(stacked, rng, stream):
         return jax.grad(total(lambda p, x: apply_layers(layer, p, x, remat=True)))(params, stream)
 
     found = jax.jit(jax.vmap(gradient))(batched)
+    expected_of = jax.jit(jax.grad(total(loop)))
     for i, params in enumerate(members):
-        expected = jax.grad(total(loop))(params, stream)
+        expected = expected_of(params, stream)
         assert_equal(jax.tree.map(lambda leaf, i=i: leaf[i], found), stack(expected) if stacked else expected)
 
 
-@both_forms
-@every_remat
+@pytest.mark.parametrize(("remat", "stacked"), in_turns(REMAT, [False, True]))
 def test_shard_map(remat, stacked, params, rng, require_devices):
     require_devices(4)
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
@@ -254,7 +247,7 @@ def test_shard_map(remat, stacked, params, rng, require_devices):
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     found = jax.jit(jax.grad(mapped))(given, rows)
-    expected = jax.grad(total(loop))(params, rows)
+    expected = jax.jit(jax.grad(total(loop)))(params, rows)
     assert_equal(found, stack(expected) if stacked else expected)
 
 

@@ -1,19 +1,37 @@
 """Conversion of Flax's layers: how they compute, which ones and why not, and the report."""
 
+import functools
+
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_apis import LINEN, NNX, both, normal
+from flax_apis import (
+    LINEN,
+    NNX,
+    both,
+    mean_square,
+    normal,
+    observed,
+    quantized_paths,
+    value_and_gradients,
+)
+from parameters import in_turns
 
+from te_jax import ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
+from te_jax.testing import assert_close, relative_error
+
+DELAYED = DelayedScaling(history_len=4)
 
 # Class, sizes and arguments, for an input [4, 3, 32].
 LAYERS = {
     "Linear": (("Linear", 32, 48), {"bias_init": nn.initializers.normal()}),
     "LinearGeneral": (("LinearGeneral", (3, 32), (4, 12)), {"axis": (1, 2)}),
-    "Einsum": (("Einsum", "btd,df->btf", (32, 16), (16,)), {}),
+    "Einsum": (("Einsum", "btd,dhk->bhtk", (32, 4, 8), (4, 8)), {"bias_init": nn.initializers.normal()}),
+    "experts": (("Einsum", "ebd,edf->ebf", (4, 32, 48), (4, 48)), {"bias_init": nn.initializers.normal()}),
 }
 OPTIONS = {"state_axis": "data", "implementation": "reference"}
 
@@ -26,29 +44,114 @@ def reasons(report):
     return {layer.path: layer.reason for layer in report.layers if layer.reason}
 
 
-@pytest.mark.parametrize(("api", "name"), [(api, name) for name in LAYERS for api in (LINEN, NNX)], ids=str)
-def test_a_layer_computes_as_te_jaxs(rng, api, name, options_of_dense):
-    (layer, arguments), recipe, x = LAYERS[name], CurrentScaling(), normal(rng, (4, 3, 32))
-    plain = api.make(api.flax(*layer, **arguments), rng, x)
-    ours = api.make(api.layer(*layer, recipe=recipe, **OPTIONS, **arguments), rng, x)
-    expected = api.replaced(ours, api.parameters(plain))(x)
+@pytest.mark.parametrize(("layer", "api"), in_turns(LAYERS, {"linen": LINEN, "nnx": NNX}))
+def test_a_layer_computes_as_te_jaxs(rng, api, layer, options_of_dense):
+    (layer, arguments), recipe, x = layer, CurrentScaling(), normal(rng, (4, 3, 32))
+    plain = api.drawn(api.flax(*layer, **arguments), rng, x)
+    ours = api.drawn(api.layer(*layer, recipe=recipe, **OPTIONS, **arguments), rng, x)
+    ours = api.replaced(ours, api.parameters(plain))
     model, report = api.convert(plain, recipe, x, **OPTIONS)
     assert recipes(report) == {"": recipe}
     options_of_dense.clear()
-    np.testing.assert_array_equal(model(x), expected, strict=True)
+    found, expected = value_and_gradients(api, model, x), value_and_gradients(api, ours, x)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), found, expected)
     assert options_of_dense.items() >= {"recipe": recipe, **OPTIONS}.items()
 
 
-def chain(api, rng):
+# Layers of another library: names of their own, a dtype for the product, and a bias. Their attributes are the same.
+
+
+class LinenOwn(nn.Module):
+    subscripts: str
+    shape: tuple[int, ...]
+    bias_shape: tuple[int, ...] | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), self.shape)
+        y = jnp.einsum(self.subscripts, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+        if self.bias_shape is None:
+            return y
+        b = self.param("b", nn.initializers.normal(), self.bias_shape)
+        return y + jnp.broadcast_to(b.astype(jnp.bfloat16), y.shape)
+
+
+class NnxOwn(nnx.Module):
+    def __init__(self, subscripts, shape, bias_shape=None, *, rngs):
+        self.subscripts = subscripts
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape))
+        self.b = nnx.Param(rngs.params.normal(bias_shape)) if bias_shape else None
+
+    def __call__(self, x):
+        y = jnp.einsum(self.subscripts, x.astype(jnp.bfloat16), self.w[...].astype(jnp.bfloat16))
+        return y if self.b is None else y + jnp.broadcast_to(self.b[...].astype(jnp.bfloat16), y.shape)
+
+
+OWN = {LINEN: LinenOwn, NNX: NnxOwn}
+
+
+@pytest.mark.parametrize(("api", "recipe"), [(LINEN, DELAYED), (NNX, BlockScaling())], ids=["linen", "nnx"])
+def test_einsum_layers_of_another_class_compute_like_ops_einsum(rng, api, recipe):
+    own, x = OWN[api], normal(rng, (2, 8, 32))
+    layer = api.chain(
+        up=functools.partial(own, "btd,dhk->bthk", (32, 3, 16), (3, 16)),
+        down=functools.partial(own, "...hk, hkd -> ...d", (3, 16, 32)),
+        lm_head=functools.partial(own, "btd,dv->btv", (32, 64)),
+    )
+    plain = api.drawn(layer, rng, x)
+    model, report = api.convert(plain, recipe, x, layers={own: api.library.EinsumLayer("w", "subscripts", "b")})
+    assert {layer.path: layer.kind for layer in report.converted} == {
+        "up": f"{own.__name__} (32, 3, 16)",
+        "down": f"{own.__name__} (3, 16, 32)",
+    }
+    assert reasons(report) == {"lm_head": "an output head by its name"}
+    expected = ops.einsum(
+        "btd,dhk->bthk",
+        x.astype(jnp.bfloat16),
+        *(api.parameters(model)["up"][name] for name in "wb"),
+        recipe=recipe,
+        scaling_state=recipe.init() if recipe is DELAYED else None,
+    )
+    np.testing.assert_array_equal(api.jit(lambda model, x: model(x, last="up"))(model, x), expected, strict=True)
+    cotangent = normal(rng, (2, 8, 64), jnp.bfloat16)
+    y, found, states, _ = value_and_gradients(api, model, x, cotangent=cotangent)
+    exact, wanted, *_ = value_and_gradients(api, plain, x, cotangent=cotangent)
+    assert y.dtype == exact.dtype == jnp.bfloat16
+    assert relative_error(y, exact) < 0.1
+    for path in ("up", "w"), ("up", "b"), ("down", "w"):
+        assert relative_error(found[path[0]][path[1]], wanted[path[0]][path[1]]) < 0.2, path
+    assert bool(states) is (recipe is DELAYED)
+
+
+@pytest.mark.parametrize(("api", "recipe"), [(LINEN, DELAYED), (NNX, CurrentScaling())], ids=["linen", "nnx"])
+def test_converted_kernels_are_quantized_once(rng, api, recipe):
+    xs = normal(rng, (2, 16, 32))
+    model = api.drawn(api.stack(api.flax("Linear", 32, 32), 2, remat=True), rng, xs[0])
+    model, _ = api.convert(model, recipe, xs[0])
+    model = observed(api, model, xs[0])
+
+    @api.jit
+    def both(model, xs):
+        quantized, gradients = api.quantize_kernels(model, xs[0]), api.zeros(model)
+        assert quantized_paths(api.parameters(quantized)) == {"layer/kernel"}
+        for x in xs:
+            _, gradients = api.accumulate_gradients(mean_square)(quantized, gradients, x)
+        single = [api.value_and_grad(mean_square)(model, x)[1] for x in xs]
+        return api.parameters(gradients), jax.tree.map(lambda a, b: a + b, *map(api.parameters, single))
+
+    jax.tree.map(functools.partial(assert_close, tolerance=5e-3), *both(model, xs))
+
+
+def chain(api):
     sizes = {"up": (32, 48), "down": (48, 32), "router": (32, 32), "logitdense": (32, 64), "odd": (64, 10)}
     layers = {name: api.flax("Linear", *size) for name, size in sizes.items()}
-    x = normal(rng, (16, 32))
-    return api.make(api.chain(**layers), rng, x), x
+    x = jnp.ones((16, 32))
+    return api.abstract(api.chain(**layers), x), x
 
 
 @both
-def test_what_is_left_alone_by_default_and_why(rng, api):
-    model, x = chain(api, rng)
+def test_what_is_left_alone_by_default_and_why(api):
+    model, x = chain(api)
     _, report = api.convert(model, BlockScaling(), x)
     assert {layer.path for layer in report.converted} == {"up", "down"}
     assert reasons(report) == {
@@ -62,9 +165,9 @@ def test_what_is_left_alone_by_default_and_why(rng, api):
 
 
 @both
-def test_the_first_rule_that_matches_holds(rng, api):
+def test_the_first_rule_that_matches_holds(api):
     rules = [("u*", RowwiseScaling()), ("*[pn]", None), ("logit*", CurrentScaling()), ("odd", BlockScaling())]
-    model, x = chain(api, rng)
+    model, x = chain(api)
     _, report = api.convert(model, BlockScaling(), x, rules=[*rules, ("nothing", None)])
     expected = {"up": RowwiseScaling(), "down": None, "router": None, "logitdense": CurrentScaling(), "odd": None}
     assert recipes(report) == expected
@@ -79,14 +182,13 @@ def test_the_first_rule_that_matches_holds(rng, api):
 
 
 @both
-def test_layers_of_te_jax_get_the_recipe_and_composites_keep_theirs(rng, api):
+def test_layers_of_te_jax_get_the_recipe_and_composites_keep_theirs(api):
     """A recipe that someone gave to this very layer stays where the conversion has none for it."""
-    delayed = DelayedScaling(history_len=4)
-    layers = {"none": None, "delayed": delayed, "head": RowwiseScaling(), "off": RowwiseScaling()}
+    layers = {"none": None, "delayed": DELAYED, "head": RowwiseScaling(), "off": RowwiseScaling()}
     layers = {name: api.layer("Linear", 32, 32, recipe=recipe) for name, recipe in layers.items()}
-    mlp, x = api.layer("GatedMLP", 32, 48, recipe=CurrentScaling(), norm="rms"), normal(rng, (16, 32))
-    einsum = api.layer("Einsum", "bd,df->bf", (32, 32), (32,), recipe=delayed)
-    model = api.make(api.chain(**layers, einsum=einsum, mlp=mlp), rng, x)
+    mlp, x = api.layer("GatedMLP", 32, 48, recipe=CurrentScaling(), norm="rms"), jnp.ones((16, 32))
+    einsum = api.layer("Einsum", "bd,df->bf", (32, 32), (32,), recipe=DELAYED)
+    model = api.drawn(api.chain(**layers, einsum=einsum, mlp=mlp), np.random.default_rng(0), x)
     model, report = api.convert(model, BlockScaling(), x, rules=[("off", None)])
     parts = {f"mlp/{name}_proj": CurrentScaling() for name in ("gate", "up", "down")}
     expected = {"none": BlockScaling(), "delayed": BlockScaling(), "head": RowwiseScaling(), "off": None}
@@ -112,10 +214,10 @@ def test_layers_of_te_jax_get_the_recipe_and_composites_keep_theirs(rng, api):
     ],
     ids=str,
 )
-def test_the_report_says_which_precision_fp8_replaces(rng, api, precision, note):
-    x = normal(rng, (16, 32))
+def test_the_report_says_which_precision_fp8_replaces(api, precision, note):
+    x = jnp.ones((16, 32))
     layer = api.flax("Linear", 32, 32, precision=precision)
-    _, report = api.convert(api.make(api.chain(fp8=layer, lm_head=layer), rng, x), BlockScaling(), x)
+    _, report = api.convert(api.abstract(api.chain(fp8=layer, lm_head=layer), x), BlockScaling(), x)
     assert {layer.path: layer.reason for layer in report.converted} == {"fp8": note}
     assert (f"BlockScaling() ({note})" in repr(report)) is bool(note)
 
@@ -130,6 +232,9 @@ def test_arguments_that_do_not_fit_are_named(api):
     model = {LINEN: nn.Dense(3), NNX: nnx.Linear(300, 3, rngs=nnx.Rngs(0))}[api]
     with pytest.raises(ValueError, match=r"recipe is of type \w+; it must be a recipe, .*; the model comes before it$"):
         api.library.convert(BlockScaling(), model)
+    for layers in ({OWN[api]: "w"}, {3: api.library.EinsumLayer("w", "subscripts")}, [(OWN[api], "w")]):
+        with pytest.raises(ValueError, match=r"layers is .*; it must give an EinsumLayer or a KernelsLayer for"):
+            api.library.convert(module, None, layers=layers)
     for rules in ([("*", 1)], "*"):
         with pytest.raises(ValueError, match=r"rules are .*; they must be pairs of a pattern"):
             api.library.convert(module, None, rules=rules)

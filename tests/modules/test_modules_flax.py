@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_apis import LINEN, NNX, both, normal, perturbed, value_and_gradients
+from flax_apis import LINEN, NNX, both, normal, value_and_gradients
 from layer_oracle import visible
 from parameters import in_turns
 
@@ -31,7 +31,7 @@ LAYERS = {
     "axes apart, out of order": ("LinearGeneral", ((4, 8), (2, 16)), {"axis": (-1, 0)}, (4, 3, 8)),
     "einsum": ("Einsum", ("btd,dhk->bthk", (32, 4, 8), (4, 8)), BIAS, (3, 5, 32)),
     "einsum, heads before tokens": ("Einsum", ("btd,dhk->bhtk", (32, 4, 8), (4, 8)), BIAS, (3, 5, 32)),
-    "einsum, features before tokens": ("Einsum", ("bd,df->fb", (32, 16), None), {}, (6, 32)),
+    "einsum, experts apart": ("Einsum", ("beid,dfie->iefb", (32, 16, 3, 2), (3, 2, 16)), BIAS, (6, 2, 3, 32)),
     "einsum, kernel contracted last": ("Einsum", ("b t d, h k d -> b t h k", (4, 8, 32), (4, 8)), BIAS, (3, 5, 32)),
     "einsum, kernel mixed": ("Einsum", ("bthk,hdk->btd", (4, 16, 8), (16,)), BIAS, (3, 5, 4, 8)),
     "einsum, ellipsis": ("Einsum", ("...eid,dfie->i...ef", (32, 16, 3, 2), None), {}, (6, 2, 3, 32)),
@@ -41,32 +41,43 @@ LAYERS = {
     "layer norm": ("LayerNorm", (48,), {}, (3, 5, 48)),
     "layer norm without bias": ("LayerNorm", (48,), {"use_bias": False, "epsilon": 0.1}, (3, 5, 48)),
 }
-EACH_IN_BOTH = [(api, name) for name in LAYERS for api in (LINEN, NNX)]
 
 
-def made(api, layer, rng):
-    """The models of te_jax and of Flax, and an input."""
+def of_both_libraries(api, layer):
+    """The layers of te_jax and of Flax, and the shape and dtype of an input."""
     kind, sizes, arguments, shape = layer
-    x, seed = normal(rng, shape, arguments.get("dtype", jnp.float32)), int(rng.integers(2**31))
-    libraries = api.layer, api.flax
-    return *(api.make(of(kind, *sizes, **arguments), np.random.default_rng(seed), x) for of in libraries), x
+    x = jax.ShapeDtypeStruct(shape, arguments.get("dtype", jnp.float32))
+    return *(of(kind, *sizes, **arguments) for of in (api.layer, api.flax)), x
 
 
-@pytest.mark.parametrize(("api", "name"), EACH_IN_BOTH, ids=str)
-def test_parameters(rng, api, name):
-    ours, theirs, _ = made(api, LAYERS[name], rng)
+@pytest.mark.parametrize(("api", "name"), [(api, name) for name in LAYERS for api in (LINEN, NNX)], ids=str)
+def test_parameters(api, name):
+    ours, theirs, x = of_both_libraries(api, LAYERS[name])
     actual, expected = (
-        jax.tree.leaves_with_path(model if api is LINEN else nnx.state(model)) for model in (ours, theirs)
+        jax.tree.leaves_with_path(model.variables if api is LINEN else nnx.state(model))
+        for model in (api.abstract(layer, x) for layer in (ours, theirs))
     )
-    assert [path for path, _ in actual] == [path for path, _ in expected]
-    for (_, a), (_, e) in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(a, e, strict=True)
+    assert [(path, leaf.shape, leaf.dtype) for path, leaf in actual] == [
+        (path, leaf.shape, leaf.dtype) for path, leaf in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "api"),
+    in_turns(["other initializers", "from heads", "einsum, experts", "layer norm"], {"linen": LINEN, "nnx": NNX}),
+)
+def test_initial_values(api, name):
+    *layers, x = of_both_libraries(api, LAYERS[name])
+    x = np.zeros(x.shape, x.dtype)
+    ours, theirs = (api.parameters(api.make(layer, np.random.default_rng(0), x)) for layer in layers)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), ours, theirs)
 
 
 @pytest.mark.parametrize(("layer", "api"), in_turns(LAYERS, {"linen": LINEN, "nnx": NNX}))
 def test_values_and_gradients(rng, api, layer):
-    ours, theirs, x = made(api, layer, rng)
-    theirs = perturbed(api, theirs, rng)
+    *layers, x = of_both_libraries(api, layer)
+    x = normal(rng, x.shape, x.dtype)
+    ours, theirs = (api.drawn(each, rng, x) for each in layers)
     ours = api.replaced(ours, api.parameters(theirs))
     actual, expected = (value_and_gradients(api, model, x) for model in (ours, theirs))
     tolerance = 1e-2 if x.dtype == jnp.bfloat16 or "Norm" in layer[0] else 1e-5
@@ -88,8 +99,8 @@ RECIPES = {
 def test_products_of_te_jax_in_layers_of_flax(rng, recipe, api):
     """Flax rounds kernels to the dtype of the computation before the product; these are rounded already."""
     x, arguments = normal(rng, (16, 32), jnp.bfloat16), {**BF16, "use_bias": False}
-    theirs = api.make(api.flax_with_products({"recipe": recipe}, 32, 48, **arguments), rng, x)
-    ours = api.make(api.layer("Linear", 32, 48, recipe=recipe, **arguments), rng, x)
+    theirs = api.drawn(api.flax_with_products({"recipe": recipe}, 32, 48, **arguments), rng, x)
+    ours = api.drawn(api.layer("Linear", 32, 48, recipe=recipe, **arguments), rng, x)
     ours = api.replaced(ours, api.parameters(theirs))
     actual, expected = (jax.tree.leaves(value_and_gradients(api, model, x)) for model in (theirs, ours))
     for a, e in zip(actual, expected, strict=True):  # the state, too
@@ -104,10 +115,8 @@ def test_attention_without_rotary_positions(rng, api, causal):
         NNX: functools.partial(nnx.MultiHeadAttention, 4, 32, use_bias=True, decode=False),
     }[api]
     ours = api.layer("Attention", 32, 4, rope_theta=None, use_bias=True, causal=causal)
-    x, seed = normal(rng, (2, 6, 32)), int(rng.integers(2**31))
-    ours, theirs = (api.make(layer, np.random.default_rng(seed), x) for layer in (ours, theirs))
-    jax.tree.map(np.testing.assert_array_equal, *map(api.parameters, (ours, theirs)))
-    theirs = perturbed(api, theirs, rng)
+    x = normal(rng, (2, 6, 32))
+    ours, theirs = (api.drawn(layer, rng, x) for layer in (ours, theirs))
     ours = api.replaced(ours, api.parameters(theirs))
     actual = value_and_gradients(api, ours, x)
     expected = value_and_gradients(api, theirs, x, mask=visible(2, 6, causal=causal)[:, None])
@@ -124,8 +133,7 @@ def test_embedding(rng, api):
         api.layer("Embed", 48, 32, recipe=CurrentScaling()),
         api.flax("Embed", 48, 32),
     )
-    ours, in_fp8, theirs = (api.make(layer, np.random.default_rng(seed), tokens) for layer in layers)
-    jax.tree.map(np.testing.assert_array_equal, *map(api.parameters, (ours, theirs)))
+    ours, in_fp8, theirs = (api.drawn(layer, np.random.default_rng(seed), tokens) for layer in layers)
     np.testing.assert_array_equal(ours(tokens), theirs(tokens))
 
     def gradients(model):

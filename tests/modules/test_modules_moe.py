@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_apis import both, normal, perturbed, sum_of_sines, value_and_gradients
+from flax_apis import LINEN, NNX, both, normal, sum_of_sines, value_and_gradients
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.layers import Router, moe
+from te_jax.layers import ExpertParallel, Router, moe
 from te_jax.ops import Activation
 from te_jax.testing import assert_close
 
@@ -39,12 +41,12 @@ def of_function(parameters, x, expert_bias):
     )
 
 
-@both
-def test_it_is_the_function(rng, api):
+def test_it_is_the_function(rng):
     """Value and gradients, with all that a layer may have."""
+    api = LINEN
     arguments = {"shared_features": 64, "expert_bias": True, "use_bias": True, "activation": GPT_OSS}
     x, bias = normal(rng, (2, 8, IN)), normal(rng, (EXPERTS,))
-    model = perturbed(api, api.make(api.layer("MoE", IN, EXPERTS, HIDDEN, ROUTER, OUT, **arguments), rng, x), rng)
+    model = api.drawn(api.layer("MoE", IN, EXPERTS, HIDDEN, ROUTER, OUT, **arguments), rng, x)
     assert not np.any(api.expert_bias(model))
     actual, gradients, _, dx = value_and_gradients(api, api.with_expert_bias(model, bias), x)
     assert actual.y.shape == (2, 8, OUT)
@@ -68,22 +70,53 @@ def call(layer, x):
     return x + result.y, (result.logits, result.routing.experts)
 
 
-@both
-def test_stacked_layers_and_remat(rng, api):
-    """The auxiliary loss of all layers from what the calls return."""
-    x, layer = normal(rng, (16, IN)), api.layer("MoE", IN, EXPERTS, 16, ROUTER, expert_bias=True)
+def test_stacked_layers_and_remat(rng):
+    """The auxiliary loss of all layers from what the calls return: Linen with remat, against NNX without."""
+    x = normal(rng, (16, IN))
 
     def loss_fn(model, x):
         y, (logits, experts) = model(x)
         balance = jax.vmap(functools.partial(ops.load_balancing_loss, score="sigmoid"))(logits, experts)
         return jnp.mean(jnp.square(y)) + 1e-2 * balance.sum(), experts
 
-    plain, wrapped = (api.make(api.stack(layer, 2, remat=remat, call=call), rng, x) for remat in (False, True))
-    wrapped = api.replaced(wrapped, api.parameters(plain))
-    assert api.expert_bias(plain, "layer").shape == (2, EXPERTS)
-    step = api.jit(api.value_and_grad(loss_fn, has_aux=True))
-    ((loss, experts), gradients), expected = step(wrapped, x), step(plain, x)
-    assert experts.shape == (2, 16, 2)
-    actual = loss, experts, api.parameters(gradients)
-    expected = *expected[0], api.parameters(expected[1])
-    jax.tree.map(functools.partial(assert_close, tolerance=1e-5), actual, expected)
+    results, parameters = [], None
+    for api, remat in ((LINEN, True), (NNX, False)):
+        layer = api.layer("MoE", IN, EXPERTS, 16, ROUTER, expert_bias=True)
+        model = api.drawn(api.stack(layer, 2, remat=remat, call=call), rng, x)
+        parameters = parameters or api.parameters(model)
+        model = api.replaced(model, parameters)
+        assert api.expert_bias(model, "layer").shape == (2, EXPERTS)
+        results.append(api.jit(loss_fn)(model, x))
+        assert results[-1][1].shape == (2, 16, 2)
+    jax.tree.map(functools.partial(assert_close, tolerance=1e-5), *results)
+
+
+@both
+def test_expert_parallel(rng, require_devices, api):
+    """Created with all experts, applied to parts of them: the value of the module on one device."""
+    require_devices(2)
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    kernels, biases = api.named(("expert", None, None)), api.named(("expert", None))
+    router = Router(2, score="sigmoid", scaling_factor=2.5)
+
+    def layer(axis):
+        return api.layer(
+            "MoE", IN, EXPERTS, HIDDEN, router, OUT, expert_parallel=axis, shared_features=64, expert_bias=True,
+            use_bias=True, kernel_init=kernels, down_kernel_init=kernels, bias_init=biases, down_bias_init=biases,
+        )  # fmt: skip
+
+    x, axis = normal(rng, (4, 8, IN)), ExpertParallel("expert", buffer_factor=2.0)
+    together, apart = (api.drawn(layer(of), rng, x) for of in (None, axis))
+    parameters = api.parameters(together)
+    assert parameters["gate_proj"]["kernel"].shape == (EXPERTS, IN, HIDDEN)
+    specs = jax.tree.map(lambda spec: spec or P(), api.names(layer(axis), x), is_leaf=lambda spec: spec is None)
+    assert specs["down_proj"]["bias"] == P("expert", None)
+    mapped = jax.shard_map(
+        lambda parameters, x: api.replaced(apart, parameters)(x).y,
+        mesh=mesh, in_specs=(specs, P("expert")), out_specs=P("expert"),
+    )  # fmt: skip
+    found = jax.jit(mapped)(parameters, x)
+    wanted = jax.jit(lambda parameters, x: api.replaced(together, parameters)(x).y)(parameters, x)
+    assert_close(found, wanted, tolerance=1e-5)
+    with pytest.raises(ValueError, match="no axis 'expert' is mapped here; call it inside shard_map"):
+        jax.eval_shape(lambda x: api.replaced(apart, parameters)(x).y, x)
