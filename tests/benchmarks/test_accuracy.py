@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import time
 import xml.etree.ElementTree
 
 import pytest
 
-from benchmarks import accuracy, accuracy_text, harness, tables
+from benchmarks import accuracy, accuracy_text, tables
 from benchmarks.accuracy import Run
 
 MARKED = "<!-- {kind}: accuracy gpu-x -->\nstale\n<!-- /{kind} -->\n"
@@ -98,62 +97,11 @@ def test_the_figure_has_a_curve_for_each_run_and_one_for_each_difference(root):
     assert max(above) < min(below)
 
 
-def test_a_seed_that_bfloat16_lacks_is_shown_alone(root):
-    publish(root, Run("bf16", 0), 2.0)
-    publish(root, Run("current", 1), 2.5)
-    assert tables.main([]) == 0
-    text = (root / "docs" / "summary.md").read_text()
-    assert "| `bf16` | 2.0375 |  | 2.0375 |" in text
-    assert "| `current` |  | 2.5375 | 2.5375 |" in text
-
-
 def test_runs_of_another_text_are_not_compared(root, capsys):
     publish(root, Run("bf16", 0), 2.0)
     publish(root, Run("block", 0), 2.0, header=HEADER | {"text": HEADER["text"] | {"sha256": "cd"}})
     assert tables.main([]) == 1
     assert "has runs with different text: train them all again" in capsys.readouterr().err
-
-
-@pytest.mark.slow  # three processes that compile; tests/cli has their parts
-def test_runs_are_stopped_and_go_on_and_those_with_a_result_do_not_begin_again(tmp_path, monkeypatch):
-    class StoppedAfterTenSteps(subprocess.Popen):
-        def wait(self, timeout=None):
-            log = tmp_path / "runs" / "bf16-0" / "log.jsonl"
-            while timeout and self.poll() is None:
-                if log.exists() and log.read_text().count('"train"') > 10:
-                    raise subprocess.TimeoutExpired(self.args, timeout)
-                time.sleep(0.02)
-            return super().wait()
-
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(2000)))
-    options = ["--text", str(text), "--preset", "nano", "--batch", "2", "--seq-len", "16", "--devices", "1"]
-    options += ["--steps", "300", "--eval-every", "150", "--dtype", "bfloat16"]
-    out, results = tmp_path / "runs", tmp_path / "benchmarks" / "results" / "cpu" / "accuracy"
-    record = harness.environment("0123456789abcdef")
-
-    monkeypatch.setattr(accuracy.subprocess, "Popen", StoppedAfterTenSteps)
-    first, second = Run("bf16", 0), Run("block", 0)
-    assert accuracy.train([first], options, out, results, record, seconds=100) == 2
-    assert not results.exists()
-    monkeypatch.undo()
-    assert accuracy.train([first, second], options, out, results, record, seconds=float("inf")) == 0
-
-    stopped, whole = (json.loads((results / f"{run.name}.json").read_text()) for run in (first, second))
-    (step,) = stopped["stopped_after"]
-    assert 10 < step < 300
-    assert whole["stopped_after"] == []
-    for result in (stopped, whole):
-        assert len(result["training"]) == 300
-        assert list(result["validation"]) == ["0", "150", "300"]
-        assert result["final_validation"] < result["validation"]["0"] - 1
-    assert stopped["validation"]["0"] == pytest.approx(whole["validation"]["0"], rel=0.01)  # the same parameters
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a run was begun again")
-
-    monkeypatch.setattr(accuracy.subprocess, "Popen", refuse)
-    assert accuracy.train([first, second], options, out, results, record, seconds=float("inf")) == 0
 
 
 def test_a_run_that_fails_says_why(tmp_path, monkeypatch, capsys):

@@ -47,7 +47,7 @@ def test_the_runs_show_what_the_page_says(seed, runs):
 def test_the_first_steps_repeat_the_results(runs):
     variant = diverging.VARIANTS["current"]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # JAX's defaults
-        short = diverging.train(variant, 0, steps=10)
+        short = diverging.train(variant, 0, steps=2)
     assert short["losses"][0] == pytest.approx(runs["current", 0]["losses"][0], rel=2e-2)
     found, wanted = short["statistics"]["1"], runs["current", 0]["statistics"]["1"]
     assert found.keys() == wanted.keys()

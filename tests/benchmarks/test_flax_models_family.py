@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from parameters import in_turns
 
 from benchmarks import flax_models as family
 from benchmarks.harness import QUICK
@@ -17,12 +18,10 @@ def promotion_as_users_have_it():
 
 
 @pytest.mark.usefixtures("native_kernels")
-@pytest.mark.parametrize("case", FLAX_MODELS_CPU, ids=lambda case: case.name)
-@pytest.mark.parametrize("library", ["nnx", "linen"])
-def test_every_change_trains_as_the_plain_model_does(library, case, monkeypatch):
-    monkeypatch.setattr(family, "_WAITING", ("nnx_loss",) if case.microbatches == 1 else ())
-    case = dataclasses.replace(case, sequence=32, vocab=128, batch=1)
-    names = [name for name in family.IMPLEMENTATIONS if name.startswith(library)]
+@pytest.mark.parametrize(("library", "case"), in_turns(["nnx", "linen"], FLAX_MODELS_CPU))
+def test_changes_train_as_the_plain_model_does(library, case):
+    case = dataclasses.replace(case, sequence=32, vocab=128, batch=1, depths=(1,))
+    names = [library, *(f"{library}_{change}" for change in ("convert", "loss"))]
     result = family.run_case(case, names, QUICK)
     assert not result.skipped
     assert not result.wrong

@@ -1,12 +1,11 @@
 """The interconnect family: what counts as moved, what counts as the link, and data that did not arrive."""
 
 import jax
-import numpy as np
 import pytest
 
 from benchmarks import interconnect as family
 from benchmarks.harness import Timing, screen_table
-from benchmarks.shapes import MESSAGES_CPU, MESSAGES_GPU, MessageSizes, bytes_as_text
+from benchmarks.shapes import MessageSizes
 
 FEW = Timing(samples=2, sample_seconds=1e-9)
 EVERYTHING = family.FAMILY.implementations
@@ -75,27 +74,6 @@ def test_a_copy_that_stays_where_it_was_is_noticed(monkeypatch):
     assert ("one_way", "device_put") in {(wrong["operation"], wrong["implementation"]) for wrong in result.wrong}
 
 
-@pytest.mark.parametrize("operation", ["one_way", "both_ways"])
-def test_all_copies_are_waited_for_and_none_is_kept(operation, monkeypatch):
-    candidate = family._build(operation, "device_put", size=4096, devices=jax.local_devices())
-    wait, waited = jax.block_until_ready, []
-    monkeypatch.setattr(jax, "block_until_ready", lambda x: wait(waited.append(list(jax.tree.leaves(x))) or x))
-    for calls in (3, 1):
-        received = [candidate.call(*arguments) for arguments in candidate.arguments(calls)]
-        candidate.wait(received[-1])
-        assert list(map(id, waited.pop())) == list(map(id, jax.tree.leaves(received)))
-
-
-def test_every_transfer_and_device_has_words_of_its_own():
-    salts = [(size, number) for size in (4096, 16384) for number in range(3)]
-    drawn = np.stack([np.asarray(family._words(salt, rank, 1024)) for salt in salts for rank in range(4)])
-    assert len(np.unique(drawn)) > 0.999 * drawn.size
-    bits = np.unpackbits(drawn.view(np.uint8), axis=1)
-    assert np.abs(bits.mean(axis=1) - 0.5).max() < 0.02
-    again = jax.jit(family._words, static_argnums=2)((4096, 0), 3, 1024)
-    np.testing.assert_array_equal(again, drawn[3])
-
-
 @pytest.mark.parametrize(("available", "devices", "wanted"), [(1, None, 2), (1, 2, 2), (2, 4, 4)])
 def test_too_few_devices_are_a_reason_and_no_figures(available, devices, wanted, monkeypatch):
     there = jax.local_devices()[:available]
@@ -106,11 +84,3 @@ def test_too_few_devices_are_a_reason_and_no_figures(available, devices, wanted,
     assert f"it needs {wanted} devices and finds {available}" in problem["reason"]
     if there[0].platform == "cpu":
         assert "XLA_FLAGS=--xla_force_host_platform_device_count=4" in problem["reason"]
-
-
-def test_sizes():
-    assert MESSAGES_GPU[0].name == "4KiB-1GiB"
-    assert [case.name for case in MESSAGES_CPU] == ["2x4KiB-4MiB", "4x4KiB-4MiB"]
-    assert MESSAGES_CPU[0].sizes == tuple(4096 * 4**i for i in range(6))
-    assert MESSAGES_GPU[0].sizes == tuple(4096 * 4**i for i in range(10))
-    assert [bytes_as_text(2**i) for i in (9, 10, 19, 20, 30, 31)] == ["512B", "1KiB", "512KiB", "1MiB", "1GiB", "2GiB"]

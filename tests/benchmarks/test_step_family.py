@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,33 +58,6 @@ def test_parameters_in_bfloat16_learn_as_those_in_float32_and_logits_in_fp8_diff
     np.testing.assert_allclose(rounded, exact, rtol=2e-3)
     assert rounded[0] - rounded[2] > 0.7 * (exact[0] - exact[2])  # less than half if masters begin rounded
     assert abs(logits[0] - rounded[0]) > 1e-4 * exact[0]
-
-
-@pytest.mark.usefixtures("native_kernels")
-def test_statistics_leave_the_losses_and_are_part_of_the_step():
-    case = dataclasses.replace(CASE, microbatches=2)
-    result = family.run_case(case, ("bf16", "te_jax_block", "te_jax_block_statistics"), QUICK)
-    assert not result.wrong
-    assert not result.skipped
-    _, without, counted = (row["losses"] for row in result.rows)
-    assert counted == pytest.approx(without, rel=2e-3)
-    of_step = family.built("te_jax_block_statistics", case, 1).step.out_info[1][1]
-    layer = models.init(family.config_of(case, 1), jax.random.key(0))["layers"][0]
-    assert set(of_step) == {f"layers/0/{name}" for name, value in layer.items() if value.ndim == 2}
-    assert all(set(roles) == {"activation", "kernel", "gradient"} for roles in of_step.values())
-
-
-@pytest.mark.usefixtures("native_kernels")
-def test_gradients_of_parameters_in_bfloat16_add_up_in_float32():
-    case = dataclasses.replace(CASE, microbatches=2)
-    complete, step = family.te_jax_step(family.VARIANTS["te_jax_block_bf16_params"], case, 1, family.ONE_DEVICE)
-    params = jax.eval_shape(lambda: models.init(family.config_of(case, 1), jax.random.key(0)))
-    state = jax.eval_shape(complete, params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {np.dtype(jnp.bfloat16)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(state["optimizer"].master)} == {np.dtype(np.int16)}
-    (loop,) = [eqn for eqn in jax.make_jaxpr(step)(state, *family.drawn(case)).eqns if eqn.primitive.name == "scan"]
-    sums = [var.aval for var in loop.outvars[: loop.params["num_carry"]]]
-    assert sorted((x.shape, x.dtype) for x in sums) == sorted((x.shape, x.dtype) for x in jax.tree.leaves(params))
 
 
 @pytest.mark.usefixtures("native_kernels")

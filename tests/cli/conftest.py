@@ -9,10 +9,9 @@ import unittest.mock
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from runs import EVERY, SMALL, STEPS, defaults_of, take_defaults_of_a_gpu
+from runs import Toy, defaults_of, take_defaults_of_a_gpu
 
-from te_jax.cli import _placement, _report, _step
-from te_jax.cli.main import main
+from te_jax.cli import _placement, _step
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +76,7 @@ def as_in_a_process_of_its_own():
 
 
 @functools.cache
-def _learner_of(build_optimizer, plan, model, build_learner=_step.build_learner):
-    del build_optimizer  # which tests replace
+def _learner_of(plan, model, build_learner=_step.build_learner):
     return build_learner(plan, model)
 
 
@@ -90,35 +88,17 @@ def programs_of_equal_runs():
         options = dataclasses.replace(plan.options, text=None, compare=False, checkpoint_every=1, eval_every=1)
         of_text = {"text": "", "num_tokens": 0, "num_documents": None, "sha256": ""}
         plan = dataclasses.replace(plan, options=options, models=(), checkpoint_every=1, **of_text)
-        return _learner_of(_step.build_optimizer, plan, model)
+        return _learner_of(plan, model)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_step, "build_learner", build_learner)
         yield
 
 
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory, _defaults_of_a_gpu):
-    """A run that has ended, and beside it what it printed. Tests that change it take a copy."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    with (
-        (out.parent / "shown").open("w") as shown,
-        contextlib.redirect_stdout(shown),
-        _jax_as_in_a_process_of_its_own(),
-    ):
-        assert main(["train", *SMALL, *EVERY, "--steps", str(STEPS), "--out", str(out)]) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def figures_of_twins_alone():
-    """For runs whose subject is no figure: test_train.py has those of a run by itself."""
-
-    def draw(path, title, label, training, validation, unit, subtitle):
-        if any(name.endswith("_loss") for name in training[0]):
-            draw_losses(path, title, label, training, validation, unit, subtitle)
-
-    draw_losses = _report.draw_losses
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_report, "draw_losses", draw)
-        yield
+@pytest.fixture
+def toy(monkeypatch):
+    """Runs whose subject is no model train an array, and draw no figure."""
+    toy = Toy()
+    monkeypatch.setattr(_step, "build_learner", toy.build_learner)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: path.touch())
+    return toy

@@ -1,5 +1,6 @@
 """Runs of `te-jax train` in tests: their arguments, what they leave, and a toy that trains an array."""
 
+import functools
 import json
 import shutil
 import time
@@ -14,9 +15,6 @@ from te_jax.cli.main import main
 from te_jax.models import Losses
 
 SMALL = ["--preset", "nano", "--seq-len", "16", "--batch", "4", "--devices", "1"]
-STEPS = 40  # the same for most runs: it is part of the program
-EVERY = ["--eval-every", "15", "--checkpoint-every", "15"]
-
 
 defaults_of = _placement.defaults_of
 
@@ -68,23 +66,28 @@ class Toy:
         self.step = step
         self.evaluate = lambda: None
         self.factor = 0.9
+        self.scale = 1.0  # of what it begins with
 
     def build_learner(self, plan, model):
-        def compiled(function):
-            return jax.jit(function, out_shardings=plan.placement.state)
-
         def called_after(name, function):
             return lambda *args: (getattr(self, name)(), function(*args))[1]
 
-        def losses(value):
-            return Losses(value, value, None)
-
-        factor = self.factor
-        step = compiled(lambda state, text: (state * factor + text.ids.mean() / 255, losses(jnp.abs(state).mean())))
-        evaluate = compiled(lambda state, text: losses(jnp.abs(state).mean() + text.ids.mean()))
-        init = compiled(lambda key: jax.random.normal(key, (1000,)))
+        init, step, evaluate = _toy_functions(plan.placement.state, self.factor, self.scale)
         step, evaluate = called_after("step", step), called_after("evaluate", evaluate)
         return _step.Learner(init, step, evaluate, lambda x: x, lambda x, _: x, lambda x: x, None)
+
+
+@functools.cache
+def _toy_functions(sharding, factor, scale):
+    def losses(value):
+        return Losses(value, value, None)
+
+    functions = (
+        lambda key: scale * jax.random.normal(key, (1000,)),
+        lambda state, text: (state * factor + text.ids.mean() / 255, losses(jnp.abs(state).mean())),
+        lambda state, text: losses(jnp.abs(state).mean() + text.ids.mean()),
+    )
+    return [jax.jit(function, out_shardings=sharding) for function in functions]
 
 
 def train_slowly():

@@ -79,19 +79,6 @@ def test_a_backend_that_does_not_start_is_one_sentence(error, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
-def test_an_installed_package_without_checkout_says_where_the_benchmarks_live(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site-packages" / "te_jax" / "cli" / "bench.py"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="repository"):
-        run()
-
-
-def test_an_installed_package_finds_the_checkout_it_is_run_in(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site-packages" / "te_jax" / "cli" / "bench.py"))
-    assert run() == 0
-    assert "softmax_cross_entropy" in capsys.readouterr().out
-
-
 def test_a_quick_run_prints_a_table_and_writes_where_it_is_told(tmp_path, capsys):
     words = ("--quick", "--cases", "4096x256-float32", "--peers", "jnp", "--commit", "abc")
     assert run("softmax_cross_entropy", *words, "--output", str(tmp_path)) == 0

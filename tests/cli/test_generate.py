@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from te_jax import models
-from te_jax.cli import _placement, main
+from te_jax.cli import main
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
 
@@ -60,20 +60,23 @@ def test_a_text_that_cannot_be_read_is_refused(word, stdin, sentence, folder, ca
     sys.stdin.close()
 
 
-@pytest.mark.parametrize("number", ["1000", "3000000000"])
-def test_more_tokens_than_memory_has_room_for_are_refused(number, folder, capsys, monkeypatch):
-    monkeypatch.setattr(_placement, "memory_of", lambda devices: 50_000)
-    sentence = refused(["generate", "x", "--from", folder, "--max-new-tokens", number], capsys)
-    assert sentence.startswith(f"--max-new-tokens is {number}: keys and values of as many tokens take ")
+def test_each_token_is_drawn_by_itself_and_repeats_with_the_seed(folder, capfdbinary):
+    """Of a model for which all bytes are alike."""
+
+    def drawn(*words):
+        argv = ["generate", "x", "--from", folder, "--max-new-tokens", "8", "--temperature", "1", *words]
+        assert main.main(argv) == 0
+        return capfdbinary.readouterr().out
+
+    found = drawn()
+    assert len(set(found.decode().removeprefix("x").rstrip("\n"))) > 3
+    assert drawn() == found
+    assert drawn("--seed", "1") != found
 
 
-def test_a_computation_without_memory_is_one_sentence(folder, capsys, monkeypatch):
-    def generate(*args, **options):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes")
-
-    monkeypatch.setattr(models, "generate", generate)
-    sentence = refused(["generate", "x", "--from", folder], capsys)
-    assert "with 1 tokens and --max-new-tokens 100 is out of memory (JaxRuntimeError: RESOURCE_EXHAUSTED" in sentence
+def test_more_tokens_than_memory_has_room_for_are_refused(folder, capsys):
+    argv = ["generate", "x", "--from", folder, "--max-new-tokens", "3000000000"]
+    assert refused(argv, capsys).startswith("--max-new-tokens is 3000000000: keys and values of as many tokens take ")
 
 
 @pytest.mark.parametrize(
