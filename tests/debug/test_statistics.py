@@ -123,14 +123,25 @@ def test_statistics_of_hostile_tensors(name, rng):
             assert_statistics(statistics[role][product], wanted, f"{kind} {role} {product}")
 
 
-@pytest.mark.parametrize("width", [64, 32_768])  # one integer holds two counts of rows that are short
-def test_statistics_of_bfloat16(width, rng):
-    x, kernel, dy = (normal(rng, *shape).astype(jnp.bfloat16) for shape in ((32, width), (width, 48), (32, 48)))
+def test_statistics_of_bfloat16(rng):
+    x, kernel, dy = (normal(rng, *shape).astype(jnp.bfloat16) for shape in ((32, 64), (64, 48), (32, 48)))
     statistics = step_of("current")(x, kernel, dy)
     for (role, product), copy in COPIES.items():
         tensor = {"activation": x, "kernel": kernel, "gradient": dy}[role]
         wanted = expected(tensor, RECIPES["current"].quantization(role), copy)
         assert_statistics(statistics[role][product], wanted, f"{role} {product}")
+
+
+@pytest.mark.parametrize("width", [32_752, 131_072])
+def test_counts_of_long_rows(width, rng):
+    """One integer holds two counts of rows that are short."""
+    x = normal(rng, 1, width)
+    x[:, 1:] *= np.float32(1e-9)
+    run = with_statistics(lambda x, kernel: ops.dense(x, kernel, recipe=RECIPES["current"]))
+    _, statistics = jax.jit(run)(x, normal(rng, width, 16))
+    (found,) = (of_role["activation"]["forward"] for of_role in statistics.values())
+    assert_statistics(found, expected(x, RECIPES["current"].quantization("activation"), "data"))
+    assert found.underflow > 0.9
 
 
 def test_a_delayed_scale_saturates(rng):

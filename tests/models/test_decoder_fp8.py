@@ -8,17 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_jax.models import PRESETS, DecoderConfig, apply, init, init_scaling_state, loss
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
 RECIPES = [CurrentScaling(), BlockScaling(), RowwiseScaling(), DelayedScaling(history_len=3)]
-every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 
 # A vocabulary that FP8 products would refuse.
 PLAIN = DecoderConfig(
-    vocab_size=19, num_layers=3, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=48
+    vocab_size=19, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=48
 )
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
@@ -46,7 +44,7 @@ def relative_error(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", [BlockScaling(), DelayedScaling(history_len=3)], ids=["block", "delayed"])
 def test_loss_and_gradients_are_near_those_without_a_recipe(recipe, rng):
     config = dataclasses.replace(PLAIN, recipe=recipe)
     params, tokens = random_params(rng), random_tokens(rng)
@@ -114,7 +112,7 @@ def test_each_layer_and_projection_has_a_history_of_its_own(rng):
     config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
     params, tokens = random_params(rng), random_tokens(rng)
     state = init_scaling_state(config)
-    assert [set(of_layer) for of_layer in state] == [set(PROJECTIONS)] * 3
+    assert [set(of_layer) for of_layer in state] == [set(PROJECTIONS)] * 2
     histories = [stacked(state)]
     for _ in range(2):
         _, (_, state) = value_and_grad(params, tokens, tokens, config, state)
@@ -123,7 +121,7 @@ def test_each_layer_and_projection_has_a_history_of_its_own(rng):
     for name in PROJECTIONS:
         for role in ("activation", "kernel", "gradient"):
             zero, one, two = (getattr(each[name], role) for each in (before, first, second))
-            assert zero.shape == one.shape == (3, 3)
+            assert zero.shape == one.shape == (2, 3)
             assert not zero.any()
             assert (two[:, 0] > 0).all()
             assert not one[:, 1:].any()
@@ -154,39 +152,6 @@ def test_the_state_decides_the_scales(rng):
     np.testing.assert_array_equal(logits(params, tokens, config, flushing), logits(silent, tokens, config, state))
 
 
-def test_remat_changes_nothing(rng):
-    config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
-    params, tokens = random_params(rng), random_tokens(rng)
-    kept, recomputed = (
-        value_and_grad(params, tokens, tokens, each, init_scaling_state(each))
-        for each in (config, dataclasses.replace(config, remat=True))
-    )
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(kept), jax.tree.leaves(recomputed), strict=True):
-        assert relative_error(other, leaf) < 2e-2, path
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto])
-def test_split_batches_exchange_gradients_and_largest_magnitudes(axis_type, rng, require_devices):
-    require_devices(4)
-    config = dataclasses.replace(PLAIN, recipe=DelayedScaling(history_len=3))
-    params, tokens = random_params(rng), random_tokens(rng)
-    state = init_scaling_state(config)
-    whole, (whole_gradients, whole_state) = value_and_grad(params, tokens, tokens, config, state)
-    mesh = jax.make_mesh((4,), ("data",), (axis_type,), devices=jax.devices()[:4])
-    params, state = jax.device_put((params, state), NamedSharding(mesh, PartitionSpec()))
-    tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
-    compiled = value_and_grad.lower(params, tokens, tokens, config, state).compile()
-    collectives = re.findall(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", compiled.as_text())
-    assert set(collectives) == {"all-reduce"}
-    split, (split_gradients, split_state) = compiled(params, tokens, tokens, state)
-    np.testing.assert_allclose(split, whole, rtol=1e-3)
-    # Scales are those of the whole batch. Sums in another order round a few values to their FP8 neighbours.
-    for found, expected in zip(jax.tree.leaves(split_gradients), jax.tree.leaves(whole_gradients), strict=True):
-        assert relative_error(found, expected) < 5e-2
-    for found, expected in zip(jax.tree.leaves(split_state), jax.tree.leaves(whole_state), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=5e-2)
-
-
 @pytest.mark.parametrize("promotion", ["standard"])  # attention in bfloat16 needs it
 @pytest.mark.parametrize(
     ("name", "recipe"),
@@ -196,7 +161,7 @@ def test_split_batches_exchange_gradients_and_largest_magnitudes(axis_type, rng,
     ],
 )
 def test_presets_fit_every_recipe(name, recipe, promotion):
-    config = dataclasses.replace(PRESETS[name], recipe=recipe)
+    config = dataclasses.replace(PRESETS[name], num_layers=1, recipe=recipe)
     params = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
     state = jax.eval_shape(functools.partial(init_scaling_state, config))
     tokens = jax.ShapeDtypeStruct((2, 32), jnp.int32)

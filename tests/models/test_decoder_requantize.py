@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import io
 import re
 
 import jax
@@ -12,16 +11,13 @@ import pytest
 
 from te_jax import layers, models, optim
 from te_jax.models import DecoderConfig
-from te_jax.offload import Offload
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, products
 from te_jax.testing import assert_close
 
 CONFIG = DecoderConfig(
-    vocab_size=19, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=48
+    vocab_size=19, num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=48
 )
-RECIPES = [CurrentScaling(), BlockScaling(), DelayedScaling(history_len=3)]
-every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 MICROBATCHES = 2
 
 OPTIMIZER = optim.adamw(1e-3, mu_dtype="bfloat16", nu_dtype="bfloat16")
@@ -35,6 +31,7 @@ def loss_of(config):
     return loss
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def first_state(config):
     params = models.init(config, jax.random.key(0))
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -65,27 +62,28 @@ def gradients_with_quantization_in_the_call(config, params, scaling, tokens):
     return jnp.stack(losses), jax.tree.map(lambda a, b: a + b, gradients[0][0], gradients[1][0])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def init(config):
+    return models.init(config, jax.random.key(0))
+
+
 @pytest.fixture
 def tokens(rng):
     return jax.device_put(np.asarray(rng.integers(0, CONFIG.vocab_size, (4, MICROBATCHES, 2, 16)), jnp.int32))
 
 
-@every_recipe
-def test_two_microbatches_are_those_with_quantization_in_the_call(recipe, tokens):
-    config = dataclasses.replace(CONFIG, recipe=recipe)
+def test_two_microbatches_are_those_with_quantization_in_the_call(tokens):
+    config = dataclasses.replace(CONFIG, recipe=BlockScaling())
     state = first_state(config)
-    if isinstance(recipe, DelayedScaling):  # which quantizes a kernel by the amax of earlier steps: once it is known
-        state, _ = step(config, state, tokens[0])
     kernels = [leaf for leaf in jax.tree.leaves(state[2], is_leaf=is_quantized) if is_quantized(leaf)]
     assert len(kernels) == 7 * config.num_layers
     _, (losses, gradients) = step(config, state, tokens[1])
     expected, expected_gradients = gradients_with_quantization_in_the_call(config, state[0], state[3], tokens[1])
-    exact = not isinstance(recipe, DelayedScaling)  # whose kernels have the scale of their own amax, not the former
-    assert_close(losses, expected, tolerance=1e-6 if exact else 1e-2)
+    assert_close(losses, expected, tolerance=1e-6)
     assert jax.tree.structure(gradients) == jax.tree.structure(state[0])
     for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
         assert found.dtype == wanted.dtype == jnp.float32
-        assert_close(found, wanted, tolerance=1e-5 if exact else 0.3)
+        assert_close(found, wanted, tolerance=1e-5)
 
 
 def test_the_state_of_delayed_scaling_is_the_largest_of_all_microbatches(tokens):
@@ -97,50 +95,13 @@ def test_the_state_of_delayed_scaling_is_the_largest_of_all_microbatches(tokens)
         np.testing.assert_array_equal(found, np.maximum(first, second))
 
 
-@every_recipe
-def test_a_resumed_run_has_the_same_bits(recipe, tokens):
-    """On GPUs only without XLA's atomic additions and autotuning, as `te-jax train --deterministic` compiles it."""
-    options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
-    deterministic = jax.jit(step.__wrapped__, static_argnums=0, compiler_options=options)
-    config = dataclasses.replace(CONFIG, recipe=recipe)
-    state = first_state(config)
-    for i in range(2):
-        state, _ = deterministic(config, state, tokens[i])
-    checkpoint = io.BytesIO()
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-    np.savez(checkpoint, *[leaf.view(np.uint8) if leaf.ndim else leaf for leaf in leaves])
-    restored = np.load(io.BytesIO(checkpoint.getvalue()))
-    restored = [
-        restored[f"arr_{i}"].view(leaf.dtype) if leaf.ndim else restored[f"arr_{i}"] for i, leaf in enumerate(leaves)
-    ]
-    resumed = jax.tree.structure(state).unflatten([jnp.asarray(leaf) for leaf in restored])
-    for i in range(2, 4):
-        state, (losses, _) = deterministic(config, state, tokens[i])
-        resumed, (others, _) = deterministic(config, resumed, tokens[i])
-        np.testing.assert_array_equal(losses, others)
-    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(resumed), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
-def test_quantized_kernels_follow_from_the_parameters(tokens):
-    """So a checkpoint may leave them out."""
-    config = dataclasses.replace(CONFIG, recipe=BlockScaling())
-    state, _ = step(config, first_state(config), tokens[0])
-    how = models.requantize(config)
-    zeros = jax.tree.map(jnp.zeros_like, state[0])
-    _, kernels = jax.jit(lambda params: optim.apply_updates(params, zeros, requantize=how))(state[0])
-    for one, other in zip(jax.tree.leaves(state[2]), jax.tree.leaves(kernels), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
-@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
-@pytest.mark.parametrize("apply", [False, True], ids=["loss", "apply"])
+@pytest.mark.parametrize(("recipe", "apply"), [(BlockScaling(), False), (None, True)], ids=["loss", "apply"])
 def test_the_head_adds_its_gradient_in_place(recipe, apply, tokens):
     """So no sum of the head's shape stands in the program: a pass over three arrays for each microbatch. Without a
     recipe this holds on GPUs alone: on CPUs XLA multiplies, and adds."""
     config = dataclasses.replace(CONFIG, recipe=recipe)
-    params = models.init(config, jax.random.key(0))
-    operands = params if recipe is None else optim.merge_kernels(params, first_state(config)[2])
+    params, kernels = (init(config), None) if recipe is None else first_state(config)[::2]
+    operands = params if recipe is None else optim.merge_kernels(params, kernels)
 
     def with_logits(params, tokens):
         return jnp.mean(jax.nn.logsumexp(models.apply(params, tokens, config).astype(jnp.float32), axis=-1))
@@ -152,20 +113,20 @@ def test_the_head_adds_its_gradient_in_place(recipe, apply, tokens):
         second, gradients = gradient(operands, gradients, tokens[1])
         return first + second, gradients
 
-    value, gradients = jax.jit(functools.partial(run, models.is_head))(operands, tokens[0])
-    expected, expected_gradients = jax.jit(functools.partial(run, None))(operands, tokens[0])
+    programs = [
+        jax.jit(functools.partial(run, how)).lower(operands, tokens[0]).compile() for how in (models.is_head, None)
+    ]
+    (value, gradients), (expected, expected_gradients) = (program(operands, tokens[0]) for program in programs)
     assert_close(value, expected, tolerance=1e-6)
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
         assert_close(one, other, tolerance=1e-5)
     if recipe is not None and not apply:
         sum_ = re.compile(rf"= f32\[{CONFIG.hidden_size},{CONFIG.vocab_size}\]\S* add\(")
-        jitted = (jax.jit(functools.partial(run, how)) for how in (models.is_head, None))
-        programs = [each.lower(operands, tokens[0]).compile().as_text() for each in jitted]
-        assert [bool(sum_.search(program)) for program in programs] == [False, True]
+        assert [bool(sum_.search(program.as_text())) for program in programs] == [False, True]
 
 
 def test_a_head_that_is_used_twice_is_visible(tokens):
-    params = models.init(CONFIG, jax.random.key(0))
+    params = init(CONFIG)
 
     def loss(params, tokens):
         return sum(models.loss(params, each, each, CONFIG) for each in (tokens[:1], tokens[1:]))
@@ -189,31 +150,17 @@ def test_where_gradients_can_be_added_in_place():
         layers.accumulate_gradients(lambda params: 0.0, in_place=True)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"remat": True}, {"remat": True, "offload": Offload(min_size=0)}, {"offload": Offload(min_size=0)}],
-    ids=["remat", "remat and offload", "offload"],
-)
-def test_remat_and_offload(change, tokens):
-    config = dataclasses.replace(CONFIG, recipe=BlockScaling())
-    state = first_state(config)
-    _, (losses, gradients) = step(config, state, tokens[0])
-    _, (others, recomputed) = step(dataclasses.replace(config, **change), state, tokens[0])
-    np.testing.assert_allclose(losses, others, rtol=1e-6)
-    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(recomputed), strict=True):
-        assert_close(one, other, tolerance=1e-3)
-
-
 def test_what_is_refused():
     for recipe in (None, products(forward=CurrentScaling())):
         with pytest.raises(ValueError, match=r"config\.recipe is .*: only one recipe for all products says how"):
             models.requantize(dataclasses.replace(CONFIG, recipe=recipe))
     config = dataclasses.replace(CONFIG, recipe=CurrentScaling())
-    state = first_state(config)
+    state = jax.eval_shape(lambda: first_state(config))
     operands = optim.merge_kernels(state[0], state[2])
-    tokens = jnp.zeros((2, 8), jnp.int32)
+    tokens = np.zeros((2, 8), np.int32)
+    gradient = jax.grad(lambda operands: models.loss(operands, tokens, tokens, config), allow_int=True)
     with pytest.raises(NotImplementedError, match="has no gradient of its own"):
-        jax.grad(lambda operands: models.loss(operands, tokens, tokens, config), allow_int=True)(operands)
+        jax.eval_shape(gradient, operands)
 
 
 def is_quantized(leaf):

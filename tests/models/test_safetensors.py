@@ -81,11 +81,6 @@ def test_several_files_have_an_index_and_at_most_the_bytes_asked_for(rng, tmp_pa
     check_equal(Tensors.open(tmp_path), arrays)
 
 
-def test_a_folder_without_tensors(tmp_path):
-    write_arrays(tmp_path, {})
-    assert Tensors.open(tmp_path).types == {}
-
-
 def test_a_folder_is_copied(arrays, tmp_path):
     write_arrays(tmp_path / "a", arrays, largest_file_bytes=1000)
     tensors = Tensors.open(tmp_path / "a")
@@ -225,12 +220,6 @@ def test_a_model_is_not_overwritten(name, tmp_path):
     assert (tmp_path / name).read_text() == "kept"
 
 
-def test_a_file_is_no_folder_to_write_to(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(FolderError, match="file cannot be written: File exists"):
-        write_arrays(tmp_path / "file", {})
-
-
 @pytest.mark.parametrize(
     ("name", "given", "declared", "sentence"),
     [
@@ -314,50 +303,37 @@ INVALID = "the JSON in .*model.safetensors is invalid: "
     [
         # The header.
         (b"", "ends within its header, after 0 bytes: download it again"),
-        (b"\2\0\0\0", "ends within its header, after 4 bytes"),
-        (file_of({}, header_bytes=3), "ends within its header, after 10 bytes"),
         (file_of({}, header_bytes=2**64 - 1), "ends within its header, after 10 bytes"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .* `git lfs pull`"),
         (file_of(b""), INVALID + "it is no object"),
         (file_of([]), INVALID + "it is no object"),
-        (file_of(b" {}"), INVALID + "it is no object"),
         (file_of(b'{"a": '), INVALID + "Expecting value"),
         (file_of(b"{}{}"), INVALID + "Extra data"),
         (file_of("{}".encode("utf-16")), INVALID + "it is no object"),
         (file_of(b'{"\xff": 0}'), INVALID + "'utf-8' codec can't decode byte 0xff"),
         (file_of(b'{"\\ud800": 0}'), INVALID + "'utf-8' codec can't encode"),
         (file_of(b'{"a": NaN}'), INVALID + "NaN is not JSON"),
-        (file_of(b'{"a": -Infinity}'), INVALID + "-Infinity is not JSON"),
         (file_of(b'{"a": ' + b"9" * 5000 + b"}"), INVALID + "Exceeds the limit"),
         (file_of(b'{"a": ' + b"[" * 200_000 + b"}"), INVALID),
         (file_of(b'{"a": ' * 200_000 + b"}"), INVALID),
         (file_of(b'{"a": 0, "a": 0}'), INVALID + "'a' occurs twice"),
         (file_of(b'{"a": {"dtype": "I8", "dtype": "I8"}}'), INVALID + "'dtype' occurs twice"),
         (file_of({"__metadata__": {"format": 1}}), "has a __metadata__ that is not an object of strings"),
-        (file_of({"__metadata__": "pt"}), "has a __metadata__ that is not an object of strings"),
         # An entry.
         (file_of({"a": 0}, DATA), NO_ENTRY),
-        (file_of({"a": []}, DATA), NO_ENTRY),
-        (file_of({"a": {}}, DATA), NO_ENTRY),
         (file_of({"a": entry(more=0)}, DATA), NO_ENTRY),
         (file_of({"a": {"dtype": "I8", "shape": [4]}}, DATA), NO_ENTRY),
         (file_of({"a": entry(dtype=["I8"])}, DATA), NO_ENTRY),
         (file_of({"a": entry(shape="4")}, DATA), NO_ENTRY),
-        (file_of({"a": entry(shape=4)}, DATA), NO_ENTRY),
         (file_of({"a": entry(data_offsets=[0])}, DATA), NO_ENTRY),
-        (file_of({"a": entry(data_offsets=[0, 4, 4])}, DATA), NO_ENTRY),
-        (file_of({"a": entry(data_offsets="04")}, DATA), NO_ENTRY),
         (file_of({"a": entry(shape=[4.0])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(shape=[-4])}, DATA), NO_NUMBERS),
-        (file_of({"a": entry(shape=[-2, -2])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(shape=[[4]])}, DATA), NO_NUMBERS),
-        (file_of({"a": entry(shape=[4, True])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(data_offsets=[False, 4])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(data_offsets=[-4, 0])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(data_offsets=[0, 2**63])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(shape=[10**4000])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(dtype="F4")}, DATA), "tensor 'a' of .* has the unknown dtype 'F4': known are BOOL, U8"),
-        (file_of({"a": entry(dtype="i8")}, DATA), "unknown dtype 'i8'"),
         (file_of({"a": entry(shape=[2**32, 2**32])}, DATA), TOO_LARGE),
         (file_of({"a": entry("F32", [0, 2**62], [0, 0])}), TOO_LARGE),
         (file_of({"a": entry(shape=[1] * 65, data_offsets=[0, 1])}, b"a"), TOO_LARGE),
@@ -366,7 +342,6 @@ INVALID = "the JSON in .*model.safetensors is invalid: "
         (file_of({"a": entry(data_offsets=[4, 0])}, DATA), "needs 4 bytes, but data_offsets has -4"),
         # Where tensors lie.
         (file_of({"a": entry(), "b": entry()}, DATA), "tensor 'b' of .* overlaps the tensor before it"),
-        (file_of({"a": entry(), "b": entry(data_offsets=[3, 7])}, DATA), "tensor 'b' of .* overlaps"),
         (file_of({"a": entry(), "b": entry(shape=[0], data_offsets=[2, 2])}, DATA), "'b' of .* overlaps"),
         (file_of({"a": entry(data_offsets=[1, 5])}, b"?data"), "has a gap of 1 bytes before tensor 'a'"),
         (file_of({"b": entry(data_offsets=[6, 10]), "a": entry()}, b"data??data"), "has a gap of 2 bytes before .*'b'"),
@@ -388,13 +363,6 @@ def test_a_long_header_is_refused_before_it_is_read(open_hostile, monkeypatch):
     monkeypatch.setattr(safetensors, "_MOST_HEADER_BYTES", 100)
     with pytest.raises(FolderError, match="has a header of 101 bytes: at most 100 are allowed"):
         open_hostile({SINGLE: file_of(b"{" * 101)})
-
-
-def test_names_in_sentences_are_short_and_printable(open_hostile):
-    with pytest.raises(FolderError) as error:
-        open_hostile({SINGLE: file_of({"\x1b[2J" + "a" * 10**6: 0})})
-    assert str(error.value).isprintable()
-    assert len(str(error.value)) < 500
 
 
 OUTSIDE = "places 'a' in something else than a .safetensors file beside it"

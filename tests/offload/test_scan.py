@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from late_copies import late_copies
 
-from te_jax import native, testing
+from te_jax import testing
 from te_jax.layers import apply_layers, residual_table, scan_layers
 from te_jax.offload import LAYER_INPUT, Offload
 
@@ -220,72 +220,6 @@ def test_a_pass_ends_where_its_rows_are_not_read(monkeypatch):
     text = compiled(jax.grad(loss), groups, x).as_text()
     assert text.count('"te_offload_begin_store"') == 1
     assert text.count('"te_offload_end_store"') == 2  # of the stack, and of the rows that stay
-
-
-ROWS, PIECE, TOKEN = 3, 256, jnp.zeros((1,), jnp.int32)
-
-
-def bytes_of(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.uint8)
-
-
-def begun(**attributes):
-    shapes = bytes_of(2, PIECE), bytes_of(1, PIECE), bytes_of(ROWS, PIECE)
-    attributes = {"stacked": ROWS, "sizes": (PIECE,)} | attributes
-    return native.call_once("te_offload_begin_store", (TOKEN, *shapes), TOKEN, **attributes)
-
-
-def stores(count, *, piece=0, size=PIECE, ends=("stack", "kept"), another=False):
-    token, slots, kept, stack = begun()
-    for number in range(count):
-        own = stack | jnp.uint8(1) if another and number else stack
-        operands = jnp.full((size,), number, jnp.uint8), token, own, slots, kept
-        (token,) = native.call("te_offload_store", (TOKEN,), *operands, piece=piece)
-    rows = {"stack": stack, "kept": kept, "slots": slots}
-    return tuple(end(rows[name], token, slots) for name in ends) or (token,)
-
-
-def end(rows, token, slots):
-    return native.call("te_offload_end_store", (rows,), rows, token, slots, aliases={0: 0})[0]
-
-
-def never_begun():
-    slots = jnp.zeros((2, PIECE), jnp.uint8)
-    return end(slots, TOKEN, slots | jnp.uint8(1))
-
-
-def fetches(count):
-    token, stack, last = TOKEN, jnp.zeros((ROWS, PIECE), jnp.uint8), jnp.zeros((1, PIECE), jnp.uint8)
-    results, attributes = (TOKEN, bytes_of(2, PIECE)), {"stacked": ROWS, "sizes": (PIECE,)}
-    token, slots = native.call_once("te_offload_begin_fetch", results, token, stack, last, **attributes)
-    for _ in range(count):
-        token, _ = native.call("te_offload_fetch", (TOKEN, bytes_of(PIECE)), token, stack, slots, last, piece=0)
-    return (token,)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: stores(5), "all 4 rows were stored before"),
-        (lambda: stores(3), "the pass ends after 3 of 4 rows"),
-        (lambda: stores(4, ends=["slots"]), "the pass ends with other rows than it has stored"),
-        (lambda: stores(1, piece=1, ends=()), "rows have no piece 1 of 256 bytes"),
-        (lambda: stores(1, size=128, ends=()), "rows have no piece 0 of 128 bytes"),
-        (lambda: stores(2, another=True), "the stack is another one"),
-        (lambda: fetches(5), "no pass was begun with these slots"),
-        (never_begun, "no pass was begun with these slots"),
-        (lambda: begun(stacked=0), "a number of rows of 1 or more"),
-        (lambda: begun(sizes=(0,)), "pieces of 1 byte or more"),
-        (lambda: begun(sizes=(257,)), "slots is U8.2,256.; it must have rows of 512 bytes"),
-        (lambda: begun(stacked=4), "stack is U8.3,256.; it must have 1024 elements"),
-    ],
-)
-def test_calls_of_no_order(call, words):
-    """Programs of te_jax make none of these."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("the stack of a GPU is XLA's")
-    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
-        jax.block_until_ready(jax.jit(call)())
 
 
 def test_the_execution_after_one_that_failed(rng):

@@ -54,14 +54,6 @@ def weight(param, code):
     return ((upper << 16) + remainder & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
 
 
-def differ(one, other):
-    """Whether any leaf has other bits."""
-    return any(
-        np.asarray(a).tobytes() != np.asarray(b).tobytes()
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    )
-
-
 def types(tree):
     """The structure, and dtype, shape and weakness of every leaf."""
     return jax.tree.structure(tree), [(x.dtype, x.shape, x.weak_type) for x in jax.tree.leaves(tree)]

@@ -18,7 +18,6 @@ from te_jax.testing import assert_close, relative_error
 NARROW = {name: dtype for name, dtype in MOMENT_DTYPES.items() if name != "float32"}
 CHOICES = {"none": None, **MOMENT_DTYPES}
 narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
-scaled = pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -81,16 +80,6 @@ def test_float32_is_optax(ours, theirs, options, standard_promotion, rng):
     assert jnp.linalg.norm(actual["kernel"] - params["kernel"]) > 0.1
 
 
-def test_float64_parameters(standard_promotion, rng):
-    with jax.enable_x64(True):
-        params = random_params(rng, "float64")
-        gradients = normal_like(rng, params, 10)
-        updates, state = after(optim.scale_by_adam(), gradients, params)
-        expected, expected_state = after(optax.scale_by_adam(), gradients, params)
-        for actual, exact in ((updates, expected), (state.mu, expected_state.mu), (state.nu, expected_state.nu)):
-            jax.tree.map(functools.partial(assert_close, tolerance=1e-5), actual, exact)
-
-
 @pytest.mark.parametrize(("dtype", "stochastic_rounding"), in_turns(NARROW, {"random": True, "nearest": False}))
 def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding, standard_promotion, rng):
     with jax.enable_x64(True):
@@ -107,7 +96,7 @@ def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding,
 
 @pytest.mark.parametrize(
     ("dtype", "x64"),
-    [("float32", False), ("bfloat16", False), ("float64", False), ("bfloat16", True), ("float64", True)],
+    [("float32", False), ("bfloat16", True), ("float64", True)],
 )
 def test_decays_that_are_arrays(dtype, x64, rng):
     b1, b2 = np.asarray([0.875, 0.9375], dtype)
@@ -128,9 +117,7 @@ def rounding_error(dtype, decay, steps):
     return float(jnp.finfo(dtype).eps) / 2 * np.sqrt(sum(decay ** (2 * k) for k in range(steps)))
 
 
-@pytest.mark.parametrize(
-    ("mu_dtype", "nu_dtype"), [*in_turns(CHOICES, CHOICES), *in_turns(CHOICES, [*CHOICES.values()][1:])]
-)
+@pytest.mark.parametrize(("mu_dtype", "nu_dtype"), [*in_turns(CHOICES, [*CHOICES.values()][1:]), (FLOAT8, FLOAT8)])
 def test_moments_are_close_to_float32(mu_dtype, nu_dtype, rng):
     x, steps = jnp.zeros((6, 300)), 20
     gradients = normal_like(rng, x, steps)
@@ -181,9 +168,9 @@ def test_weight_decay_of_16_bit_parameters_is_float32(standard_promotion, rng):
         make(1.0, weight_decay=0.3, mu_dtype="float32", **options)
         for make, options in ((optim.adamw, {"nu_dtype": "float32"}), (optax.adamw, {}))
     )
-    actual, _ = ours.update(gradient, ours.init(params), params)
+    actual, _ = jax.jit(ours.update)(gradient, ours.init(params), params)
     wide = params.astype(jnp.float32)
-    expected, _ = theirs.update(gradient, theirs.init(wide), wide)
+    expected, _ = jax.jit(theirs.update)(gradient, theirs.init(wide), wide)
     assert_close(actual, expected, dtype="float32", tolerance=1e-6)
 
 
@@ -191,16 +178,10 @@ def test_weight_decay_of_16_bit_parameters_is_float32(standard_promotion, rng):
 def test_updates_of_16_bits_are_rounded_once(make, standard_promotion, rng):
     params, first, gradient = (normal_like(rng, jnp.zeros((3, 200), jnp.bfloat16)) for _ in range(3))
     transform = make(0.3, mu_dtype="float32", nu_dtype="float32")
-    _, state = transform.update(first, transform.init(params), params)
-    narrow, wide = (transform.update(gradient.astype(d), state, params)[0] for d in (jnp.bfloat16, jnp.float32))
+    update = jax.jit(transform.update)
+    _, state = update(first, transform.init(params), params)
+    narrow, wide = (update(gradient.astype(d), state, params)[0] for d in (jnp.bfloat16, jnp.float32))
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
-
-
-def test_dtypes_of_moments_without_a_choice():
-    params = {"a": jnp.zeros(3), "b": jnp.zeros(3, jnp.bfloat16), "c": jnp.zeros(3, jnp.float16)}
-    state = optim.scale_by_adam().init(params)
-    for tree in (state.mu, state.nu):
-        assert {name: x.dtype.name for name, x in tree.items()} == {"a": "float32", "b": "bfloat16", "c": "float32"}
 
 
 # ---------------------------------------------------------------------------------- second moments follow the gradients
@@ -253,16 +234,6 @@ def test_gradients_of_any_magnitude(dtype, magnitude, rng):
     assert_close(updates[-1], expected.update, dtype="float32", tolerance=sum(errors))
 
 
-@scaled
-def test_first_moments_of_gradients_whose_squares_vanish(dtype, rng):
-    x, steps = jnp.zeros(300), 10
-    gradients = normal_like(rng, x, steps) * np.float32(1e-20)
-    updates, state = after(optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), gradients, x)
-    mu, _ = moments(state, x)
-    assert_close(mu, adam_oracle(gradients).mu, dtype="float32", tolerance=rounding_error(dtype, 0.9, steps))
-    assert jnp.isfinite(updates).all()
-
-
 def test_bounds_of_blocks_take_the_steps_of_their_moments(rng):
     """They are the moments of the largest magnitudes, so they fall as fast as the gradients do."""
     x = jnp.zeros((3, 300))
@@ -274,24 +245,6 @@ def test_bounds_of_blocks_take_the_steps_of_their_moments(rng):
     expected = adam_oracle(largest)
     assert_close(state.mu_bounds, expected.mu, dtype="float32", tolerance=1e-6)
     assert_close(state.nu_bounds, expected.nu, dtype="float32", tolerance=1e-6)
-
-
-@scaled
-def test_magnitudes_mixed_in_a_block(dtype, rng):
-    """The small ones of a block lose digits, but neither their second moment nor, on average, their first."""
-    x, steps = jnp.zeros((64, 128)), 20
-    magnitudes = 10.0 ** rng.uniform(-6, 3, x.shape)
-    gradients = jax.device_put(np.asarray(rng.standard_normal((steps, *x.shape)) * magnitudes, jnp.float32))
-    updates, state = after(optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype), gradients, x)
-    mu, nu = (np.asarray(m, np.float64) for m in moments(state, x))
-    expected = adam_oracle(gradients)
-    assert np.isfinite(updates).all()
-    assert np.isfinite(mu).all()
-    assert (nu[expected.nu > 0] > 0).all()
-    largest = np.abs(gradients).max(axis=0).astype(np.float64)
-    for actual, exact, magnitude in ((mu, expected.mu, largest), (nu, expected.nu, 0.02 * largest**2)):
-        digit = float(jnp.finfo(dtype).eps) * magnitude + 2.0**-15 * magnitude.max(axis=1, keepdims=True)
-        assert (np.abs(actual - exact) < 4 * digit).all()
 
 
 def test_second_moments_are_at_least_a_small_part_of_the_largest(rng):
@@ -328,33 +281,26 @@ ADAMS_BOUND = 0.1 / 0.001**0.5
 
 
 @pytest.mark.parametrize(
-    ("mu_dtype", "nu_dtype", "jitted"),
-    [
-        *((dtype, dtype, True) for dtype in MOMENT_DTYPES.values()),
-        *((jnp.float32, dtype, True) for dtype in NARROW.values()),
-        *((dtype, jnp.float32, True) for dtype in NARROW.values()),
-        *((dtype, dtype, False) for dtype in MOMENT_DTYPES.values()),
-    ],
+    ("mu_dtype", "nu_dtype"), [*in_turns(MOMENT_DTYPES, MOMENT_DTYPES), ("float32", FLOAT8), (jnp.float16, "float32")]
 )
-def test_finite_gradients_never_destroy_weights(mu_dtype, nu_dtype, jitted, rng):
-    """One step has gradients whose squares float32 does not hold. The cases with jit also wrap `skip_nonfinite`, which
-    must not skip that step, because its gradients are finite."""
-    huge = jnp.ones(128).at[:100].set(np.array([2e19, -1e30, 1e38, -np.finfo(np.float32).max] * 25, np.float32))
-    params = {"w": jnp.ones((3, 128))}
-    optimizer = optim.adam(
-        1.0, mu_dtype=mu_dtype, nu_dtype=nu_dtype, nesterov=not jitted, skip_nonfinite=jitted, seed=rng.integers(2**31)
-    )
-    state, update = optimizer.init(params), jax.jit(optimizer.update) if jitted else optimizer.update
+def test_finite_gradients_never_destroy_weights(mu_dtype, nu_dtype, rng):
+    """One step has gradients whose squares float32 does not hold: `skip_nonfinite` must not skip it, because they are
+    finite."""
+    huge = np.ones(128, np.float32)
+    huge[:100] = [2e19, -1e30, 1e38, -np.finfo(np.float32).max] * 25
+    params = {"w": np.ones((3, 128), np.float32)}
+    optimizer = optim.adam(1.0, mu_dtype=mu_dtype, nu_dtype=nu_dtype, skip_nonfinite=True, seed=rng.integers(2**31))
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     for step in range(5):
-        gradients = {"w": jnp.full((3, 128), 0.1)}
+        gradients = {"w": np.full((3, 128), 0.1, np.float32)}
         if step == 2:
-            gradients = {"w": gradients["w"].at[1].set(huge)}
+            gradients["w"][1] = huge
         updates, state = update(gradients, state, params)
         assert (np.abs(updates["w"]) <= ADAMS_BOUND).all()
         assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(state))
         assert all(np.isfinite(moment["w"]).all() for moment in moments(adam_state(state), params))
-    assert (np.abs(updates["w"][::2] + 1) < 0.3).all()  # the other rows go on as if nothing had been
-    assert getattr(state, "skipped", 0) == 0
+    assert (np.abs(np.asarray(updates["w"])[::2] + 1) < 0.3).all()  # the other rows go on as if nothing had been
+    assert state.skipped == 0
 
 
 def test_gradients_are_clipped_beyond_optax_range(standard_promotion, rng):
@@ -371,7 +317,7 @@ def test_gradients_are_clipped_beyond_optax_range(standard_promotion, rng):
 
 @pytest.mark.parametrize(
     ("mu_dtype", "nu_dtype"),
-    [("float64", "float64"), ("float32", "bfloat16"), ("float64", FLOAT8), (FLOAT8, "float64"), (FLOAT8, FLOAT8)],
+    [("float64", "float64"), ("float64", FLOAT8), (FLOAT8, "float64")],
 )
 def test_finite_float64_gradients_never_destroy_weights(mu_dtype, nu_dtype):
     with jax.enable_x64(True):
@@ -388,38 +334,24 @@ def test_finite_float64_gradients_never_destroy_weights(mu_dtype, nu_dtype):
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e5m2, jnp.complex64], ids=["int8", "float8_e5m2", "complex64"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2", "complex64", "bf16"])
 @pytest.mark.parametrize("name", ["mu_dtype", "nu_dtype"])
 def test_dtypes_that_moments_cannot_have(name, dtype):
-    for make in (optim.scale_by_adam, functools.partial(optim.adam, 0.1), functools.partial(optim.adamw, 0.1)):
-        with pytest.raises(ValueError, match=f"{name} is {np.dtype(dtype)}: choose float32, bfloat16, float16 or"):
-            make(**{name: dtype})
-
-
-@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool", "float8_e4m3fn", "float8_e5m2"])
-def test_parameters_that_are_no_numbers_of_16_bits_or_more(dtype):
-    with pytest.raises(ValueError, match=f"a parameter has dtype {dtype}: Adam needs parameters in float32, bfloat16"):
-        optim.adam(0.1).init({"a": jnp.zeros(3), "b": jnp.zeros(3, dtype)})
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "no dtype"])
-@pytest.mark.parametrize("name", ["mu_dtype", "nu_dtype"])
-def test_names_of_no_dtype(name, dtype):
     with pytest.raises(ValueError, match=f"{name} is {dtype}: choose float32, bfloat16, float16 or float8_e4m3fn"):
         optim.adamw(1e-3, **{name: dtype})
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, np.int64(2**33), 1.5, "1", None], ids=repr)
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e5m2"])
+def test_parameters_that_are_no_numbers_of_16_bits_or_more(dtype):
+    params = {"a": np.zeros(3, np.float32), "b": np.zeros(3, dtype)}
+    with pytest.raises(ValueError, match=f"a parameter has dtype {dtype}: Adam needs parameters in float32, bfloat16"):
+        jax.eval_shape(optim.adam(0.1).init, params)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, np.int64(2**33), 1.5, "1", None, np.arange(3)], ids=repr)
 def test_seeds_out_of_range(seed):
     with pytest.raises(ValueError, match=re.escape(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")):
         optim.adam(1e-3, mu_dtype="bfloat16", seed=seed)
-
-
-@pytest.mark.parametrize("make", [lambda: jnp.arange(3), lambda: np.array(1.5), lambda: jax.random.key(0)])
-def test_arrays_that_are_no_seed(make):
-    """An array of several numbers would give each parameter another seed."""
-    with pytest.raises(ValueError, match=r"(?s)seed is .*; it must be an integer from 0 to 2\^32 - 1"):
-        optim.adam(1e-3, mu_dtype="bfloat16", seed=make())
 
 
 @pytest.mark.parametrize("name", ["nesterov", "stochastic_rounding", "skip_nonfinite"])
@@ -439,4 +371,4 @@ def test_states_of_others(state):
 def test_gradients_of_other_shapes():
     adam = optim.scale_by_adam()
     with pytest.raises(ValueError, match=r"shape \(4, 1\) whose moments have shape \(4, 2\): gradients must have"):
-        adam.update({"w": jnp.ones((4, 1))}, adam.init({"w": jnp.ones((4, 2))}))
+        jax.eval_shape(adam.update, {"w": jnp.ones((4, 1))}, jax.eval_shape(adam.init, {"w": jnp.ones((4, 2))}))

@@ -138,25 +138,20 @@ def test_steps_too_small_for_a_parameter_add_up(dtype):
     assert state.master.dtype == dtype
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_adamw_has_the_same_masters_in_both_forms(moments, rng):
-    """With weight decay, and masks; compared without jit, where both run the same programs."""
-    params = {"kernel": jnp.zeros((3, 200), jnp.bfloat16), "bias": jnp.zeros(7, jnp.bfloat16)}
+def test_adamw_has_the_same_masters_in_both_forms(rng):
+    """With weight decay, and masks."""
+    params = {"kernel": np.zeros((3, 200), BFLOAT16), "bias": np.zeros(7, BFLOAT16)}
     params = normal_like(rng, params)
     gradients = [normal_like(rng, params) for _ in range(20)]
     results = []
     for dtype in ("float32", "int16"):
         options = {"weight_decay": 0.1, "mask": {"kernel": True, "bias": False}, "master_dtype": dtype}
-        optimizer = optim.adamw(0.05, mu_dtype=moments, nu_dtype=moments, **options)
-        new, state = params, optimizer.init(params)
-        for g in gradients:
-            updates, state = optimizer.update(g, state, new)
-            new = optim.apply_updates(new, updates)
-        results.append((new, state))
+        *_, after = train(optim.adamw(0.05, mu_dtype="bfloat16", **options), params, gradients)
+        results.append(after)
     (_, whole), (new, half) = results
-    assert_same(jax.tree.map(weight, new, half.master), whole.master)
-    assert_same(half.inner, whole.inner)
-    assert whole.inner[0].mu["kernel"].dtype == moments
+    masters = jax.tree.map(weight, new, half.master)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5), masters, whole.master)
+    assert whole.inner[0].mu["kernel"].dtype == BFLOAT16
 
 
 def test_weight_decay_acts_on_masters(rng):
@@ -185,24 +180,6 @@ def test_float32_parameters_are_their_own_masters(dtype, rng):
     assert new["kernel"].dtype == BFLOAT16
 
 
-def test_moments_take_float32_for_their_own_dtype(rng):
-    """The transform inside sees the masters, and gradients in float32."""
-    params = normal_like(rng, {"kernel": jnp.zeros((3, 5), jnp.bfloat16)})
-    seen = []
-
-    def update(updates, state, params):
-        seen.extend((updates["kernel"].dtype, params["kernel"]))
-        return updates, state
-
-    inner = optax.chain(optax.GradientTransformation(lambda params: (), update), optim.scale_by_adam())
-    transform = optim.master_weights(inner)
-    state = transform.init(params)
-    transform.update(params, state, params)
-    assert seen[0] == jnp.float32
-    assert_same(seen[1], state.master["kernel"])
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.inner[1].mu)} == {np.dtype(np.float32)}
-
-
 def test_weights_of_a_state(rng):
     """What is evaluated and kept: masters, wherever they are in a state, or else the parameters."""
     params = {"kernel": jnp.zeros((3, 5), jnp.bfloat16), "norm": jnp.zeros(5)}
@@ -218,17 +195,6 @@ def test_weights_of_a_state(rng):
             optim.weights(new, (state, state))
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     assert_same(optim.weights(params, optim.adam(0.1).init(params)), wide)
-
-
-def test_weights_beside_what_is_no_number():
-    """Or none of an optimizer: counts and random keys stay what they are."""
-    params = {"kernel": jnp.ones(3, jnp.bfloat16), "count": jnp.int32(2**30 + 1), "key": jax.random.key(0)}
-    transform = optax.masked(added("int16"), {"kernel": True, "count": False, "key": False})
-    for state in (transform.init(params), ()):
-        weights = optim.weights(params, state)
-        assert weights["kernel"].dtype == jnp.float32
-        assert weights["count"] is params["count"]
-        assert weights["key"] is params["key"]
 
 
 @pytest.mark.parametrize("labels", [{"a": "ours", "b": "theirs"}, {"a": {"k": "ours", "n": "theirs"}, "b": "theirs"}])
@@ -247,18 +213,6 @@ def test_weights_where_other_parameters_have_another_optimizer(labels, dtype, rn
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int16"])
-def test_updates_in_float64(dtype, rng):
-    """As of a transform that multiplies by an array where there are 64 bits: added in float32."""
-    start, walk = random_walk(rng, (2, 2), 3)
-    expected = list(train(added(dtype), start, walk))
-    with jax.enable_x64(True):
-        actual = list(train(added(dtype), start, walk.astype(np.float64)))
-    for (param, state), (same, same_state) in zip(actual, expected, strict=True):
-        assert_same(param, same)
-        assert_same(state.master, same_state.master)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "float64"])
 def test_dtypes_that_masters_cannot_have(dtype):
     message = f"master_dtype is {dtype}: choose float32, or int16"
@@ -274,15 +228,10 @@ def test_int16_completes_nothing_but_bfloat16():
 
 
 @pytest.mark.parametrize("param_dtype", ["float64", "int32", "float8_e4m3fn"])
-@pytest.mark.parametrize("dtype", ["float32", "int16"])
-def test_parameters_that_have_no_masters(dtype, param_dtype):
-    with (
-        jax.enable_x64(True),
-        pytest.raises(ValueError, match=f"a parameter has dtype {param_dtype}: masters are for bfloat16 and float16"),
-    ):
-        added(dtype).init({"a": jnp.zeros(3, jnp.bfloat16), "b": jnp.zeros(3, param_dtype)})
-    with pytest.raises(ValueError, match="a parameter has dtype int32: masters are for"):
-        added(dtype).init({"a": 1})
+def test_parameters_that_have_no_masters(param_dtype):
+    message = f"a parameter has dtype {param_dtype}: masters are for bfloat16 and float16"
+    with jax.enable_x64(True), pytest.raises(ValueError, match=message):
+        added("int16").init({"a": np.zeros(3, BFLOAT16), "b": np.zeros(3, param_dtype)})
 
 
 def test_an_update_needs_the_parameters():

@@ -9,18 +9,15 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optim_cases import FLOAT8, assert_same, normal_like, random_params
+from optim_cases import FLOAT8, assert_same, normal_like
 
-from te_jax import optim, recipe
+from te_jax import optim
+from te_jax.recipe import BlockScaling
 
 OPTIMIZERS = {
-    "float32": ("float32", optim.adamw(1e-2)),
-    "bfloat16": ("float32", optim.adamw(1e-2, mu_dtype="bfloat16", nu_dtype="bfloat16")),
     "FP8, skips": ("float32", optim.adamw(1e-2, mu_dtype=FLOAT8, nu_dtype=FLOAT8, skip_nonfinite=True)),
     "masters": ("bfloat16", optim.adamw(1e-2, mu_dtype="bfloat16", nu_dtype="bfloat16", master_dtype=jnp.int16)),
-    "loss scale": ("float16", optim.dynamic_loss_scale(optim.adam(1e-2, master_dtype="float32"))),
     "optax, clipped": ("float32", optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))),
-    "schedule": ("float32", optim.adamw(optax.cosine_decay_schedule(1e-2, 20), nesterov=True)),
 }
 
 
@@ -30,9 +27,9 @@ def steps(optimizer, params, gradients):
         updates, state = optimizer.update(g, state, params)
         return optim.apply_updates(params, updates), state
 
-    params = jax.tree.map(jnp.copy, params)
+    params = jax.tree.map(lambda x: jax.device_put(np.asarray(x), may_alias=False), params)
     state = optimizer.init(params)
-    for place in range(jax.tree.leaves(gradients)[0].shape[0]):
+    for place in range(len(gradients["kernel"])):
         params, state = step(params, state, jax.tree.map(lambda g, i=place: g[i], gradients))
     return params, state
 
@@ -42,10 +39,14 @@ def kinds(state, size):
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_same_bits_over_20_steps(dtype, optimizer, rng):
-    params = random_params(rng, dtype)
-    gradients = normal_like(rng, params, 20)
-    gradients["kernel"] = gradients["kernel"].at[7, 0, 3].set(jnp.inf if "FP8" in str(optimizer) else 3)
+def test_the_same_bits_over_several_steps(dtype, optimizer, rng):
+    """With a step that is not finite, which the second optimizer skips."""
+    params = normal_like(
+        rng, {"kernel": np.zeros((3, 200), dtype), "bias": np.zeros(300, dtype), "scale": np.zeros((), dtype)}
+    )
+    gradients = jax.tree.map(np.array, normal_like(rng, params, 6))
+    skips = hasattr(jax.eval_shape(optimizer.init, params), "skipped")
+    gradients["kernel"][3, 0, 3] = np.inf if skips else 3
     offloaded = optim.offload(optimizer, min_size=512)
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         found, expected = steps(offloaded, params, gradients), steps(optimizer, params, gradients)
@@ -53,23 +54,12 @@ def test_the_same_bits_over_20_steps(dtype, optimizer, rng):
     assert kinds(found[1], 512) == {"pinned_host"}
     assert kinds(found[0], 0) == kinds(expected[1], 0) == {"device"}
     assert kinds(offloaded.init(params), 512) == {"pinned_host"}
-
-
-def test_a_skipped_step_changes_nothing(rng):
-    params = random_params(rng)
-    optimizer = optim.offload(optim.adamw(1e-2, skip_nonfinite=True), min_size=512)
-    state = optimizer.init(params)
-    gradients = normal_like(rng, params)
-    gradients["heads"] = gradients["heads"].at[0].set(jnp.nan)
-    updates, after = jax.jit(optimizer.update)(gradients, state, params)
-    assert not any(np.any(update) for update in jax.tree.leaves(updates))
-    assert_same(after.inner, state.inner)
-    assert int(after.skipped) == 1
+    assert not skips or found[1].skipped == 1
 
 
 def test_kernels_are_requantized_as_without(rng):
     params = {"a": jnp.asarray(rng.standard_normal((32, 64)), jnp.float32), "b": jnp.ones(300)}
-    how = {"a": optim.Requantize(recipe.BlockScaling()), "b": None}
+    how = {"a": optim.Requantize(BlockScaling()), "b": None}
     found = []
     for optimizer in (optim.adamw(1e-2), optim.offload(optim.adamw(1e-2), min_size=512)):
         updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
@@ -79,7 +69,7 @@ def test_kernels_are_requantized_as_without(rng):
 
 def test_a_state_on_the_device_goes_to_the_host(rng):
     """As checkpoints restore it that do not say where it was."""
-    params = random_params(rng)
+    params = normal_like(rng, np.zeros((3, 200), np.float32))
     optimizer = optim.adamw(1e-2)
     _, state = jax.jit(optim.offload(optimizer, min_size=512).update)(params, optimizer.init(params), params)
     assert kinds(state, 512) == {"pinned_host"}
@@ -112,12 +102,12 @@ def test_several_devices(mode, rng, require_devices):
         assert leaf.sharding.is_equivalent_to(own.sharding.with_memory_kind(leaf.sharding.memory_kind), leaf.ndim)
 
 
-def test_an_order_that_pairs_arrays_of_one_size(rng):
+def test_an_order_that_pairs_arrays_of_one_size():
     """What comes is as large as what leaves, and the largest are neither first nor last."""
     sizes = [256, 4096, 512, 4096, 256, 512]
-    params = {str(i): jnp.asarray(rng.standard_normal(size), jnp.float32) for i, size in enumerate(sizes)}
+    params = {str(i): jax.ShapeDtypeStruct((size,), jnp.float32) for i, size in enumerate(sizes)}
     optimizer = optim.offload(optim.adamw(1e-2), min_size=512)
-    state = optimizer.init(params)
+    state = jax.eval_shape(optimizer.init, params)
     jaxpr = jax.make_jaxpr(optimizer.update)(params, state, params)
     moved = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "device_put"]
     there = [eqn.outvars[0].aval.size for eqn in moved if eqn.outvars[0].aval.memory_space == jax.memory.Space.Host]

@@ -23,7 +23,6 @@ RECIPES = {
     "rowwise": RowwiseScaling(),
     "block": BlockScaling(),
 }
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 blocks_and_tensors = pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=["current", "block"])
 
 
@@ -75,13 +74,6 @@ def test_stacked_kernels_have_scales_of_their_own(recipe, implementation, rng):
         for expert in range(3):
             expected = quantized(new[layer, expert], recipe, 1, implementation)
             assert_same(jax.tree.map(lambda x: x[layer, expert], operand), expected)  # noqa: B023
-
-
-@blocks_and_tensors
-def test_several_dimensions_in_rows(recipe, implementation, rng):
-    kernel, updates = step(rng, (4, 128, 256))
-    new, operand = apply(kernel, updates, Requantize(recipe, row_ndim=2, implementation=implementation))
-    assert_same(operand, quantized(new, recipe, 2, implementation))
 
 
 @pytest.mark.parametrize(
@@ -144,19 +136,6 @@ def test_a_step_may_donate_parameters_and_kernels(container, rng):
         assert len(expected) == 1 + 4  # bias, and a kernel's two copies with their scales
 
 
-def test_without_requantize_it_is_optax(rng):
-    params = normal_like(rng, {"kernel": jnp.zeros((3, 4)), "bias": jnp.zeros(4), "absent": None})
-    assert_same(optim.apply_updates(params, params), optax.apply_updates(params, params))
-
-
-def test_values_that_are_not_finite(implementation, rng):
-    kernel, updates = step(rng, (32, 48))
-    kernel = kernel.at[3, 5].set(jnp.nan)
-    new, operand = apply(kernel, updates, Requantize(CurrentScaling(), implementation=implementation))
-    assert_same(operand, quantized(new, CurrentScaling(), 1, implementation))
-    assert np.isnan(np.asarray(operand.data).astype(np.float32)[3, 5])
-
-
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
 def test_dense_takes_the_operands(recipe, implementation, rng):
     """A training step that quantizes its kernel once, in its end, for two microbatches of the next one."""
@@ -177,12 +156,6 @@ def test_dense_takes_the_operands(recipe, implementation, rng):
             ops.dense(microbatch, k, recipe=recipe, implementation=implementation) for k in (operand, new)
         )
         np.testing.assert_array_equal(actual, expected)
-
-
-def test_how_it_is_done_is_hashable():
-    """So that it may be a static argument."""
-    assert hash(Requantize(BlockScaling())) == hash(Requantize(BlockScaling()))
-    assert Requantize(BlockScaling()) != Requantize(BlockScaling(), row_ndim=2)
 
 
 @pytest.mark.parametrize("requantize", [{"kernel": None}, {"kernel": None, "other": None}, [None, None]], ids=repr)

@@ -7,20 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from optim_cases import FLOAT8, NAN_OF_GPUS, assert_same, moments, normal_like
+from parameters import in_turns
 
 from te_jax import optim
 from te_jax.hlo import buffers
-from te_jax.optim import _moments, _rounding
 from te_jax.testing import assert_close
 
 NARROW = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float8": FLOAT8}
 narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
 # The distance of the smallest numbers of a block by its largest one, or less.
 SMALLEST = {jnp.bfloat16: 0.0, jnp.float16: 2.0**-35, FLOAT8: 2.0**-15}
-COPIES = 8192
+COPIES = 2048
 
 
 def narrow_adam(dtype, **options):
@@ -29,10 +27,13 @@ def narrow_adam(dtype, **options):
 
 def rounded(x, dtype, **options):
     """float32 x as a moment keeps it, in float32."""
-    x = jnp.asarray(x, jnp.float32)
     transform = optim.scale_by_adam(b1=0.0, mu_dtype=dtype, **options)
-    _, state = jax.jit(transform.update)(x, transform.init(x))
-    return np.asarray(moments(state, x)[0], np.float64)
+
+    @jax.jit
+    def moment(x):
+        return moments(transform.update(x, transform.init(x))[1], x)[0]
+
+    return np.asarray(moment(np.asarray(x, np.float32)), np.float64)
 
 
 def seed_of(rng):
@@ -76,7 +77,9 @@ def test_derivatives_come_through_moments_in_bfloat16(rng):
         return jnp.sum(state.mu.astype(jnp.float32))
 
     gradients, seed = jax.device_put(np.asarray(rng.standard_normal(128), jnp.float32)), seed_of(rng)
-    derivative, expected = (jax.grad(moment)(gradients, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    derivative, expected = (
+        jax.jit(jax.grad(moment), static_argnums=1)(gradients, dtype) for dtype in (jnp.bfloat16, jnp.float32)
+    )
     assert_close(derivative, expected, tolerance=1e-2)
 
 
@@ -99,8 +102,9 @@ def test_to_nearest(dtype, rng):
     assert (values[0] != x).mean() > 0.9
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, NAN_OF_GPUS, np.inf, -np.inf], ids=str)
-@narrow
+@pytest.mark.parametrize(
+    ("value", "dtype"), in_turns([np.nan, NAN_OF_GPUS, -np.inf, -np.nan, np.inf, NAN_OF_GPUS], NARROW)
+)
 def test_values_that_are_not_finite_do_not_become_finite(dtype, value, rng):
     x = rng.standard_normal((64, 128))
     x[3, 5] = value
@@ -110,44 +114,6 @@ def test_values_that_are_not_finite_do_not_become_finite(dtype, value, rng):
         assert finite.sum() == finite.size - 1
     else:  # the scale of a block is then NaN
         assert np.delete(finite, 3, axis=0).all()
-
-
-@narrow
-def test_finite_values_do_not_become_infinite(dtype, rng):
-    """Beyond what gradients lead to: states of optax that are converted may have them."""
-    x = float(jnp.finfo(jnp.bfloat16).max) * rng.uniform(0.5, 0.99, (64, 256)) * rng.choice([-1, 1], (64, 256))
-    x[5, 7] = jnp.finfo(jnp.bfloat16).max
-
-    def kept(x):
-        x = jnp.asarray(x, jnp.float32)
-        bounds = _moments.maxima(x) if _moments.is_scaled(np.dtype(dtype)) else None
-        bits = _rounding.random_bits(jnp.uint32(seed_of(rng)), x.shape)
-        codes = _moments.encode(x, bounds, np.dtype(dtype), bits)
-        return np.asarray(_moments.decode(codes, bounds, jnp.float32), np.float64)
-
-    if dtype != jnp.bfloat16:
-        assert np.isfinite(kept(x)).all()
-        x /= 2
-    np.testing.assert_allclose(kept(x), x, rtol=float(jnp.finfo(dtype).eps))
-
-
-@pytest.mark.parametrize("bits", [None, 0, 2**32 - 1], ids=["nearest", "down", "up"])
-@pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
-def test_what_is_too_large_becomes_the_largest_number(dtype, bits):
-    largest = float(jnp.finfo(dtype).max)
-    x = jnp.asarray([largest, -largest, 1.01 * largest, -2 * largest], jnp.float32)
-    random = None if bits is None else jnp.full(x.shape, bits, jnp.uint32)
-    actual = _rounding.to_narrow_float(x, np.dtype(dtype), random)
-    np.testing.assert_array_equal(np.asarray(actual, np.float32), [largest, -largest, largest, -largest])
-
-
-@pytest.mark.parametrize("bound", [1.0, 1.75, 2.0])
-@pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
-def test_values_above_their_bound_have_room(dtype, bound):
-    """To 3.5 times of it, where rounding may have taken them step after step."""
-    x, bounds = jnp.full(128, 3.5 * bound, jnp.float32), jnp.full(1, bound, jnp.float32)
-    codes = _moments.encode(x, bounds, np.dtype(dtype), None)
-    np.testing.assert_allclose(_moments.decode(codes, bounds, jnp.float32), x, rtol=float(jnp.finfo(dtype).eps) / 2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
@@ -163,18 +129,10 @@ def test_scales_change_no_digit(dtype, rng):
 # ---------------------------------------------------------------------------------------------------------- random bits
 
 
-def test_every_bit_is_spread_over_all(rng):
-    """Whichever bit of a number differs, each bit of what it is mixed to differs in about half of all cases."""
-    x, bits = rng.integers(2**32, size=4096, dtype=np.uint32), np.arange(32, dtype=np.uint32)
-    others = x[:, None] ^ (np.uint32(1) << bits)
-    differ = np.asarray(_rounding.mix(jnp.asarray(x)))[:, None] ^ np.asarray(_rounding.mix(jnp.asarray(others)))
-    chances = (differ[..., None] >> bits & 1).mean(axis=0)
-    assert ((chances > 0.35) & (chances < 0.65)).all()
-
-
 def run(transform, gradients, state, params=None):
+    update = jax.jit(transform.update)
     for g in gradients:
-        _, state = jax.jit(transform.update)(g, state, params)
+        _, state = update(g, state, params)
     return state
 
 
@@ -201,13 +159,13 @@ def test_adam_and_adamw_round_as_they_are_told(make, options, rng):
 def ups(transform, count, leaf, x):
     """Where a value half-way between two neighbours was rounded up, at a step and leaf."""
     params = [x] * (leaf + 1)
-    state = transform.init(params)._replace(count=jnp.int32(count))
-    _, state = transform.update(params, state)
+    state = transform.init(params)._replace(count=np.int32(count))
+    _, state = jax.jit(transform.update)(params, state)
     return np.asarray(state.mu[leaf]) > x[0, 0]
 
 
 def test_other_bits_for_every_seed_step_leaf_and_place(rng):
-    x = jnp.full((128, 256), 1 + 2.0**-8)
+    x = np.full((128, 256), 1 + 2.0**-8, np.float32)
     transforms = [optim.scale_by_adam(b1=0.0, mu_dtype="bfloat16", seed=seed) for seed in (7, 8, 7 + 2**16)]
     patterns = [
         *(ups(t, 0, 0, x) for t in transforms),
@@ -222,40 +180,10 @@ def test_other_bits_for_every_seed_step_leaf_and_place(rng):
             assert abs((one == other).mean() - 0.5) < 6 * deviation
 
 
-def test_random_bits_look_random(rng):
-    """The upper 20 are set half of the time, and tell nothing of that bit at a neighbour or of the bit beside them.
-
-    All keys share one sequence and begin at another place in it: of one pair in a hundred, one of the lowest of these
-    bits is the same in up to 52% of all places.
-    """
-    key = jnp.uint32(rng.integers(2**32))
-    words = [np.asarray(_rounding.random_bits(k, (256, 512))) for k in (key, _rounding.mix(key))]
-    bits, other_key = ((word[..., None] >> np.arange(12, 32, dtype=np.uint32)) & 1 for word in words)
-    deviation = 0.5 / np.sqrt(words[0].size)
-    assert (np.abs(bits.mean(axis=(0, 1)) - 0.5) < 6 * deviation).all()
-    neighbours = [np.roll(bits, distance, axis) for distance in (1, 2) for axis in (0, 1)]
-    for other in (*neighbours, np.roll(bits, 1, 2)):
-        assert (np.abs((bits == other).mean(axis=(0, 1)) - 0.5) < 6 * deviation).all()
-    assert (np.abs((bits == other_key).mean(axis=(0, 1)) - 0.5) < 0.1).all()
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_the_same_bits_for_every_sharding(axis_type, make_mesh, rng):
-    mesh = make_mesh({"data": axis_type, "model": axis_type})
-    x = jnp.zeros((32, 512))
-    g, transform = normal_like(rng, x), optim.scale_by_adam(mu_dtype="bfloat16", nu_dtype=FLOAT8, seed=seed_of(rng))
-    expected = run(transform, [g], transform.init(x))
-    sharding = NamedSharding(mesh, P("data", "model"))
-    actual = run(transform, [jax.device_put(g, sharding)], transform.init(jax.device_put(x, sharding)))
-    assert_same(actual, expected)
-    assert actual.mu.sharding.is_equivalent_to(sharding, 2)
-
-
-@narrow
-def test_bits_are_worked_out_and_not_stored(dtype):
+def test_bits_are_worked_out_and_not_stored():
     """No generator of random numbers, which would also tie bits to the sharding, and no table."""
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
-    transform = narrow_adam(dtype)
+    transform = narrow_adam(FLOAT8)
     compiled = jax.jit(transform.update).lower(x, jax.eval_shape(transform.init, x)).compile()
     text = compiled.as_text()
     assert "rng" not in text

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
@@ -16,19 +15,15 @@ from te_jax.hlo import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 AXIS_TYPES = {"explicit": EXPLICIT, "auto": AUTO}
-axis_types = pytest.mark.parametrize("axis_type", AXIS_TYPES.values(), ids=AXIS_TYPES)
 # Of parameters on 4 × 2 devices; with whole blocks on each, and with blocks that shards cut.
 WHOLE = {
-    "rows": ((32, 256), P("data")),
-    "cols": ((6, 1024), P(None, "model")),
     "both": ((8, 512), P("data", "model")),
     "cols over both": ((3, 1024), P(None, ("model", "data"))),
-    "heads": ((4, 2, 136), P("data", "model")),
+    "rows": ((4, 2, 136), P("data", "model")),
     "one dimension": ((2048,), P(("data", "model"))),
 }
 CUT = {
     "cols": ((8, 200), P("data", "model")),
-    "fewer blocks than shards": ((2, 264), P("model", "data")),
     "blocks that do not divide": ((6, 384), P(None, "data")),
     "one dimension": ((1032,), P("data")),
 }
@@ -41,7 +36,8 @@ def mesh(axis_type, make_mesh):
 
 
 def place(tree, mesh, spec):
-    return jax.device_put(tree, NamedSharding(mesh, spec))
+    # From NumPy: JAX would compile a program that cuts the array.
+    return jax.device_put(jax.tree.map(np.asarray, tree), NamedSharding(mesh, spec))
 
 
 def assert_sharded_as(state, param):
@@ -57,31 +53,6 @@ def assert_sharded_as(state, param):
             assert bounds.sharding.is_equivalent_to(NamedSharding(param.sharding.mesh, expected), param.ndim)
 
 
-@pytest.mark.parametrize(("case", "axis_type"), in_turns(WHOLE | CUT, AXIS_TYPES))
-def test_states_lie_where_parameters_do(case, mesh):
-    shape, spec = case
-    x = place(jnp.zeros(shape), mesh, spec)
-    assert_sharded_as(NARROW.init(x), x)
-
-
-@pytest.mark.parametrize("axis_type", [EXPLICIT], ids=["explicit"])
-@pytest.mark.parametrize(("shape", "spec"), [WHOLE["both"], CUT["blocks that do not divide"]], ids=str)
-def test_states_lie_where_parameters_do_in_jit(shape, spec, mesh):
-    """On Auto meshes jit knows no shardings of parameters: out_shardings say it there."""
-    x = place(jnp.zeros(shape), mesh, spec)
-    with jax.set_mesh(mesh):
-        assert_sharded_as(jax.jit(NARROW.init)(x), x)
-
-
-@axis_types
-def test_shardings_of_shapes_alone(mesh):
-    """What a checkpoint is restored to, before there are parameters."""
-    sharding = NamedSharding(mesh, P("data", "model"))
-    abstract = jax.ShapeDtypeStruct((8, 512), jnp.float32, sharding=sharding)
-    state = NARROW.init(abstract)
-    assert_sharded_as(state, abstract)
-
-
 def update_both(transform, shape, spec, mesh, rng):
     """Two updates: compiled for the sharding, with its results, and those of one device."""
     x = jnp.zeros(shape)
@@ -92,6 +63,9 @@ def update_both(transform, shape, spec, mesh, rng):
     placed, *gradients = (place(array, mesh, spec) for array in (x, *gradients))
     # As a loop finds it: the count is on all devices after the first step.
     state = transform.init(placed)
+    assert_sharded_as(state, placed)
+    abstract = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed.sharding)
+    assert_sharded_as(transform.init(abstract), abstract)  # what a checkpoint is restored to
     state = jax.device_put(state, jax.tree.map(lambda s: s.sharding if s.ndim else NamedSharding(mesh, P()), state))
     compiled = jax.jit(transform.update).lower(gradients[0], state, placed).compile()
     for g in gradients:
@@ -128,15 +102,16 @@ def test_blocks_that_shards_cut(case, mesh, rng):
     assert collectives(update_both(NARROW, shape, spec, mesh, rng)) != []
 
 
-@axis_types
-def test_bfloat16_has_no_blocks(mesh, rng):
+def test_bfloat16_has_no_blocks(make_mesh, rng):
     """And no exchange, however odd the shards are."""
-    transform = optim.scale_by_adam(mu_dtype="bfloat16", nu_dtype="bfloat16")
-    for shape, spec in (CUT["cols"], CUT["one dimension"]):
-        assert collectives(update_both(transform, shape, spec, mesh, rng)) == []
+    transform, mesh = (
+        optim.scale_by_adam(mu_dtype="bfloat16", nu_dtype="bfloat16"),
+        make_mesh({"data": AUTO, "model": AUTO}),
+    )
+    assert collectives(update_both(transform, *CUT["cols"], mesh, rng)) == []
 
 
-@axis_types
+@pytest.mark.parametrize("axis_type", [EXPLICIT])
 def test_a_training_step(mesh, rng):
     """Masters, weight decay and skipping, eager and compiled; only the decision to skip is exchanged."""
     specs = {"kernel": P("data", "model"), "bias": P("model"), "scale": P()}
@@ -164,16 +139,6 @@ def test_a_training_step(mesh, rng):
     assert_same(actual[1].inner.master, expected[1].inner.master)
     for new, old in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(placed), strict=True):
         assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
-
-
-@axis_types
-def test_without_jit(mesh, rng):
-    x, g = jnp.zeros((8, 512)), normal_like(rng, jnp.zeros((8, 512)))
-    expected = NARROW.update(g, NARROW.init(x), x)
-    placed = place(x, mesh, P("data", "model"))
-    actual = NARROW.update(place(g, mesh, P("data", "model")), NARROW.init(placed), placed)
-    assert_same_values(actual, expected)
-    assert_sharded_as(actual[1], placed)
 
 
 def test_shard_map(make_mesh, rng):
@@ -205,22 +170,6 @@ def test_shard_map(make_mesh, rng):
     )
 
 
-@axis_types
-def test_tree_map_params_gives_shardings(mesh):
-    """The way of optax to say where a state goes, for jit's out_shardings."""
-    params = place(jnp.zeros((8, 512)), mesh, P("data", "model"))
-    optimizer = optim.adamw(0.1, mu_dtype=FLOAT8, nu_dtype=FLOAT8)
-    shardings = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
-        params.sharding,
-        transform_non_params=lambda _: NamedSharding(mesh, P()),
-    )
-    state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    assert_sharded_as(adam_state(state), params)
-
-
 class Parameters(nnx.Module):
     """Parameters on 4 × 2 devices: blocks that divide, and blocks that do not, in two dimensions and in one."""
 
@@ -234,9 +183,9 @@ NAMES = {name: ("data", "model")[-len(shape) :] for name, shape in BOXED.items()
 LAST_OF_BOUNDS = {"whole": "model", "cut": None, "bias": "model", "cut_bias": None}
 
 
-@pytest.mark.parametrize("mu_dtype", ["float8_e4m3fn", "float16", "bfloat16"])
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@axis_types
+@pytest.mark.parametrize(
+    ("mu_dtype", "jit", "axis_type"), in_turns(["float8_e4m3fn", "bfloat16"], {"eager": False, "jit": True}, AXIS_TYPES)
+)
 def test_nnx_optimizer_of_parameters_with_out_sharding(mesh, jit, mu_dtype, rng):
     """Bounds are split as the names of their axes say, which are the parameter's where devices divide the blocks."""
     values = normal_like(rng, {name: jnp.zeros(shape) for name, shape in BOXED.items()})
@@ -260,8 +209,9 @@ def test_nnx_optimizer_of_parameters_with_out_sharding(mesh, jit, mu_dtype, rng)
                 np.testing.assert_allclose(updates[name], wanted[name], rtol=1e-5)
 
 
-@pytest.mark.parametrize("logical", [False, True], ids=["names of the mesh", "logical names"])
-@axis_types
+@pytest.mark.parametrize(
+    ("logical", "axis_type"), in_turns({"names of the mesh": False, "logical names": True}, AXIS_TYPES)
+)
 def test_optimizer_of_linen_boxes(mesh, logical, rng):
     """The way of Flax: shapes without a mesh, shardings of their names, a state that `jit` places so. Without a mesh
     bounds are whole in the last dimension."""
@@ -278,7 +228,7 @@ def test_optimizer_of_linen_boxes(mesh, logical, rng):
             return linen.logical_to_mesh_sharding(linen.get_partition_spec(tree), mesh, rules)
         return linen.get_sharding(tree, mesh)
 
-    params = jax.device_put(linen.unbox(params), shardings(params))
+    params = jax.device_put(jax.tree.map(np.asarray, linen.unbox(params)), shardings(params))
     params = {name: box(value, names[name]) for name, value in params.items()}
     abstract = jax.eval_shape(optimizer.init, params)
     assert adam_state(abstract).mu_bounds["whole"].names == (names["whole"][0], None)
@@ -286,11 +236,11 @@ def test_optimizer_of_linen_boxes(mesh, logical, rng):
     updates, after = jax.jit(optimizer.update)(params, state, params)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     narrow = optim.adamw(0.1, mu_dtype="float16", nu_dtype=FLOAT8)
-    converted = optim.convert_state(narrow, after, params)
-    assert jax.tree.structure(converted) == jax.tree.structure(narrow.init(params))
+    converted = jax.eval_shape(lambda state, params: optim.convert_state(narrow, state, params), after, params)
+    assert jax.tree.structure(converted) == jax.tree.structure(jax.eval_shape(narrow.init, params))
     for name in BOXED:
         np.testing.assert_allclose(updates[name].value, expected[name], rtol=1e-5)
     with linen.logical_axis_rules(rules), jax.set_mesh(mesh):
-        known = adam_state(optimizer.init(params)).mu_bounds
+        known = adam_state(jax.eval_shape(optimizer.init, params)).mu_bounds
     for name, last in LAST_OF_BOUNDS.items():
         assert known[name].names == (*names[name][:-1], last and names[name][-1])

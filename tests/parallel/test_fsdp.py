@@ -384,21 +384,10 @@ def test_gradients_on_a_wire_of_sixteen_bits(mesh, rng):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_replicas(kind, mesh, rng):
-    params, x = draw(rng)
-    fsdp = dataclasses.replace(EXACT, replica_axis="replica")
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    with jax.set_mesh(Mesh(devices, ("replica", "fsdp"), axis_types=(kind,) * 2)):
-        found = gradient(layer, fsdp=fsdp, remat=True)(params, x["h"], x["mask"])
-    assert_same(found, gradient(layer, remat=True)(params, x["h"], x["mask"]), 1e-2)
-
-
-@pytest.mark.parametrize("kind", [pytest.param("matrices", marks=pytest.mark.slow), *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_in_place(kind, mesh, rng):
     """Kernels that are quantized once, in parts, and sums of parts."""
-    run, fsdp, params, x = (layer, EXACT, *draw(rng)) if kind == "matrices" else draw_kind(rng, kind)[:4]
+    run, fsdp, params, x, _ = draw_kind(rng, kind)
     specs = shard_specs(params, fsdp)
     placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     zeros = jax.tree.map(jnp.zeros_like, placed)

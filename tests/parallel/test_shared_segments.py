@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from parameters import in_turns
 
 from te_jax import native
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "tests/parallel/shared_segments_test.cc", *(ROOT / "cuda_ext/collective_gemm").glob("shared_*.cc")
 
 
+@pytest.mark.slow  # compiles C++
 def test_participants_that_wait_learn_of_those_that_do_not_arrive(tmp_path):
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -64,13 +66,11 @@ def replaced(text, line, by):
 
 
 @needs_extension
-@pytest.mark.parametrize("line", [2, 3])
 @pytest.mark.parametrize(
-    "name", ["/etc/hostname", "../../etc/hostname", "te_jax-1/../hostname", "te_jax-1-zz", "x", ""]
+    ("name", "line"),
+    in_turns(["/etc/hostname", "../../etc/hostname", f"te_jax-1-{'g' * 16}", ""], [2, 3]),
 )
 def test_names_that_the_package_does_not_make(name, line, module, texts):
-    if "zz" in name:
-        name = f"te_jax-1-{'g' * 16}"
     texts[1] = replaced(texts[1], line, name)
     with pytest.raises(RuntimeError, match="device 0 of process 8 cannot be opened: its text is malformed"):
         module.join_segments(GROUP, 1, 0, texts, 5.0)
@@ -140,24 +140,20 @@ def test_impossible_segments(group, rank, count, reason, module):
 
 
 @needs_extension
-@pytest.mark.parametrize("rank", [2, -1, 2**31 - 1])
-def test_joining_with_an_impossible_rank(rank, module, texts):
-    with pytest.raises(RuntimeError, match="the segment was not created"):
-        module.join_segments(GROUP, 1, rank, texts, 5.0)
-
-
-@needs_extension
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e300])
-def test_joining_for_an_impossible_time(seconds, module, texts):
-    with pytest.raises(RuntimeError, match="seconds is none from 0 to 1e9"):
-        module.join_segments(GROUP, 1, 0, texts, seconds)
-
-
-@needs_extension
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_joining_with_another_number_of_texts(count, module, texts):
-    with pytest.raises(RuntimeError, match=f"a group of 2 devices is described by {count} texts"):
-        module.join_segments(GROUP, 1, 0, (texts * 2)[:count], 5.0)
+@pytest.mark.parametrize(
+    ("rank", "count", "seconds", "reason"),
+    [
+        (2, 2, 5.0, "the segment was not created"),
+        (-1, 2, 5.0, "the segment was not created"),
+        (0, 2, float("nan"), "seconds is none from 0 to 1e9"),
+        (0, 2, 1e300, "seconds is none from 0 to 1e9"),
+        (0, 0, 5.0, "a group of 2 devices is described by 0 texts"),
+        (0, 3, 5.0, "a group of 2 devices is described by 3 texts"),
+    ],
+)
+def test_joining_with_impossible_arguments(rank, count, seconds, reason, module, texts):
+    with pytest.raises(RuntimeError, match=reason):
+        module.join_segments(GROUP, 1, rank, (texts * 2)[:count], seconds)
 
 
 @needs_extension

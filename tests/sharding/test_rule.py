@@ -12,25 +12,12 @@ def axes(entry):
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def test_parse():
-    rule = Rule.parse("... v, ... -> ..., ... v")
-    assert rule.text == "... v, ... -> ..., ... v"
-    assert rule.operands == (("...", "v"), ("...",))
-    assert rule.results == (("...",), ("...", "v"))
-    assert Rule.parse("i k,k j->i j").operands == (("i", "k"), ("k", "j"))
-
-
 def test_parse_of_compound_dimensions():
     rule = Rule.parse("m (kb ki),... kb  (nb no ni) -> m, (kb ki) m")
     assert rule.operands == (("m", ("kb", "ki")), ("...", "kb", ("nb", "no", "ni")))
     assert rule.results == (("m",), (("kb", "ki"), "m"))
     assert rule.minor_factors == ("ki", "no", "ni")
     assert rule.factors == ("m", "kb", "ki", "...", "nb", "no", "ni")
-
-
-def test_parse_of_scalars():
-    assert Rule.parse("i, -> i,").operands == (("i",), ())
-    assert Rule.parse("i, -> i,").results == (("i",), ())
 
 
 @pytest.mark.parametrize("text", ["i j", "i -> j -> k", "", "(i) -> i", "(i j -> i", "i j) -> i", "((i j) k) -> i"])
@@ -43,21 +30,6 @@ def assign(text, specs, ranks, replicated=()):
     return Rule.parse(text).assign(specs, ranks, replicated)
 
 
-def test_named_factors():
-    assignment = assign("i k, k j -> i j", [P("x", "y"), P("y", None)], [2, 2])
-    assert assignment.axes == {"i": ("x",), "k": ("y",)}
-    assert [tuple(map(axes, spec)) for spec in assignment.operand_specs] == [(("x",), ("y",)), (("y",), ())]
-    assert [tuple(map(axes, spec)) for spec in assignment.result_specs] == [(("x",), ())]
-
-
-def test_batch_factors():
-    assignment = assign("... v, ... -> ...", [P("x", None, ("y", "z")), P()], [3, 2])
-    assert set(assignment.axes.values()) == {("x",), ("y", "z")}
-    assert assignment.axes["v"] == ("y", "z")
-    assert [tuple(map(axes, spec)) for spec in assignment.operand_specs] == [(("x",), (), ("y", "z")), (("x",), ())]
-    assert [tuple(map(axes, spec)) for spec in assignment.result_specs] == [(("x",), ())]
-
-
 def test_the_first_operand_that_has_a_factor_decides():
     assert assign("i, i -> i", [P("x"), P("y")], [1, 1]).axes == {"i": ("x",)}
     assert assign("i, i -> i", [P(None), P("y")], [1, 1]).axes == {}
@@ -66,12 +38,6 @@ def test_the_first_operand_that_has_a_factor_decides():
 def test_no_mesh_axis_is_given_out_twice():
     assert assign("i, j -> i j", [P("x"), P("x")], [1, 1]).axes == {"i": ("x",)}
     assert assign("i, j -> i j", [P("x"), P(("y", "x"))], [1, 1]).axes == {"i": ("x",)}
-
-
-def test_replicated_factors_get_none():
-    assignment = assign("i k -> i", [P("x", "y")], [2], replicated=["k"])
-    assert assignment.axes == {"i": ("x",)}
-    assert [axes(entry) for entry in assignment.operand_specs[0]] == [("x",), ()]
 
 
 # -------------------------------------------------------------------------------------------------- compound dimensions
@@ -92,28 +58,9 @@ def test_the_first_operand_decides_about_a_compound_dimension_too():
     assert [tuple(map(axes, spec)) for spec in assignment.operand_specs] == [(("x",), ()), ((), ("x",))]
 
 
-def test_factors_that_axes_do_not_divide_stay_whole():
-    rule = Rule.parse(BLOCKS)
-    assert rule.assign([P("x", "y"), P()], [2, 2], (), lambda factor, axes: factor != "kb").axes == {"m": ("x",)}
-
-
-def test_factor_sizes():
-    rule = Rule.parse("... m (kb ki), kb m, n (lb li) -> m n")
-    sizes = rule.factor_sizes([(3, 5, 512), (4, 5), (2, 384)], {"ki": 128, "li": 128})
-    assert sizes == {"m": 5, "kb": 4, "ki": 128, "n": 2, "lb": 3, "li": 128}
-    # Shardy finds out the others.
-    assert rule.shardy_sizes(sizes) == {"ki": 128, "lb": 3, "li": 128}
-
-
 @pytest.mark.parametrize("sizes", [(8, 6), (6, 8)])
 def test_the_smallest_size_of_a_factor_counts(sizes):
     assert Rule.parse("k, k -> k").factor_sizes([(size,) for size in sizes], {}) == {"k": 6}
-
-
-@pytest.mark.parametrize("size", [0, 256, 512])
-def test_whole_blocks_fit(size):
-    rule = Rule.parse(BLOCKS)
-    assert rule.fitted([(5, size), (size // 128, 5)], {"ki": 128}) == (rule, ())
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(200, 2), (64, 1), (129, 2), (128, 1)])
@@ -124,12 +71,6 @@ def test_a_dimension_with_one_or_a_short_last_block_stays_whole(size, blocks):
     assert rule.minor_factors == ()
     assignment = rule.assign([P("x", "y"), P("y")], [2, 2], whole)
     assert assignment.axes == {"m": ("x",)}
-
-
-def test_a_short_dimension_leaves_others_alone():
-    rule, whole = Rule.parse("(mb mi) (kb ki) -> mb").fitted([(256, 200)], {"mi": 128, "ki": 128})
-    assert rule.text == "(mb mi) kb_ki -> mb"
-    assert whole == ("kb_ki",)
 
 
 MESH_AXES = "wxyz"
