@@ -69,7 +69,7 @@ else()
   endforeach()
   if(TE_JAX_ASSEMBLE_PTX)
     target_compile_options(_te_cuda PRIVATE
-                           "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:--generate-code=arch=compute_90,code=sm_120>")
+                           "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_90,code=sm_120>")
   endif()
   target_link_libraries(_te_cuda PRIVATE te_jax_products ${cudart_LIBRARY} ${cublasLt_LIBRARY})
   list(JOIN CMAKE_CUDA_ARCHITECTURES ", " architectures)  # definitions hold no semicolon
