@@ -43,7 +43,6 @@ class Mutant:
       after: what stands there instead.
       breaks: what a user would lose.
       seen_by: arguments of pytest, whose tests have to fail.
-      needs: "gpu" or "XLA for CUDA" (packages of jax[cuda13]), if its tests are skipped elsewhere.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Mutant:
     after: str
     breaks: str
     seen_by: str
-    needs: str = ""
 
     @property
     def is_compiled(self):
@@ -106,18 +104,23 @@ def drawn(count, seed):
     for path in sorted((PROJECT / "te_jax").rglob("*.py")):
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         found |= {(path, node.name, node.lineno): node for node in functions}
-    places, faults = rng.sample(list(found), len(found)), []
-    for path, name, line in places:
+    faults = []
+    for path, name, line in rng.sample(list(found), len(found)):
+        if len(faults) == count:
+            break
         lines = path.read_text().splitlines()
         changes = [change for node in ast.walk(found[path, name, line]) if (change := _changed(node, lines))]
-        if changes and len(faults) < count:
-            before, after = rng.choice(changes)
-            package = path.relative_to(PROJECT / "te_jax").parts[0]
-            tests = _TESTS_OF.get(package, f"tests/{package}")
-            tests = tests if (PROJECT / tests.split()[0]).is_dir() else "tests"
-            file = str(path.relative_to(PROJECT))
-            faults.append(Mutant(f"{name}-{len(faults)}", file, before, after, f"{before!r}: {after!r}", tests))
-    return [fault for fault in faults if not fault.problem()]
+        if not changes:
+            continue
+        before, after = rng.choice(changes)
+        package = path.relative_to(PROJECT / "te_jax").parts[0]
+        tests = _TESTS_OF.get(package, f"tests/{package}")
+        tests = tests if (PROJECT / tests.split()[0]).is_dir() else "tests"
+        file = str(path.relative_to(PROJECT))
+        fault = Mutant(f"{name}-{len(faults)}", file, before, after, f"{before!r}: {after!r}", tests)
+        if not fault.problem():
+            faults.append(fault)
+    return faults
 
 
 def _changed(node, lines):
@@ -219,13 +222,6 @@ def outcome(mutant, code, printed):
     return "seen", failed[0].removeprefix("FAILED ").partition(" - ")[0] if failed else f"pytest ends with {code}"
 
 
-def unavailable(need):
-    """Whether tests that need this are skipped here."""
-    if need == "gpu":
-        return shutil.which("nvidia-smi") is None
-    return need == "XLA for CUDA" and importlib.util.find_spec("jax_plugins.xla_cuda13") is None
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help="names of faults, or files with faults; all of them if left out")
@@ -248,8 +244,6 @@ def main():
         trees.put(Tree(f"{options.tree}{worker}"))
 
     def run(mutant):
-        if unavailable(mutant.needs):
-            return "skipped", f"needs {mutant.needs}"
         tree, begun = trees.get(), time.monotonic()
         try:
             word, why = outcome(mutant, *tree.run(mutant))
@@ -262,7 +256,7 @@ def main():
         for mutant, (word, why) in zip(chosen, pool.map(run, chosen), strict=True):
             print(f"{word:8s} {mutant.name:48s} {why}", flush=True)
             words.append(word)
-    counts = {word: words.count(word) for word in ("seen", "LIVES", "BROKEN", "skipped")}
+    counts = {word: words.count(word) for word in ("seen", "LIVES", "BROKEN")}
     print(f"{len(words)} faults: {', '.join(f'{count} {word}' for word, count in counts.items() if count)}")
     return counts["LIVES"] + counts["BROKEN"] > 0
 

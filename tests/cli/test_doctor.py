@@ -145,7 +145,7 @@ def test_the_text_says_what_is_not_there():
 
 
 def versions(**changes):
-    """Of all packages, changed as the test says; "plugin" is that of JAX."""
+    """A version for each package, with the changes of the test; "plugin" is JAX's plugin for CUDA."""
     plugin = {"jax-cuda13-plugin": changes.pop("plugin")} if "plugin" in changes else {}
     return {"versions": report().versions | changes | plugin}
 

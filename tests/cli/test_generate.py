@@ -61,7 +61,7 @@ def test_a_text_that_cannot_be_read_is_refused(word, stdin, sentence, folder, ca
 
 
 def test_each_token_is_drawn_by_itself_and_repeats_with_the_seed(folder, capfdbinary):
-    """Of a model for which all bytes are alike."""
+    """A model whose logits are the same for all bytes."""
 
     def drawn(*words):
         argv = ["generate", "x", "--from", folder, "--max-new-tokens", "8", "--temperature", "1", *words]

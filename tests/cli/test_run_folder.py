@@ -155,7 +155,7 @@ def become_a_file(step):
 
 
 def link_to_memory(step):
-    """Of this process, in which nothing can be read at the place 0."""
+    """The memory of this process is a file whose first bytes cannot be read."""
     path = largest_file(step)
     path.unlink()
     path.symlink_to("/proc/self/mem")

@@ -123,7 +123,7 @@ def histories(state):
 
 
 def test_microbatches_in_delayed_scaling_begin_with_one_state_and_leave_the_largest_values_of_all(rng):
-    """Of two steps, the second begins with what the first has left."""
+    """The second of two steps begins with the parameters and states that the first returned."""
     learner, halves = learner_of(recipe="delayed", batch=2, microbatches=2), drawn(rng, 2, 1, 17)
     alone, alone_mu = [], []
     for half in halves.ids:

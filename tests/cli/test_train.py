@@ -225,7 +225,7 @@ def test_a_run_learns_and_leaves_what_its_options_promise(name, trained):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_was_killed_ends_with_the_same_bits(name, trained, tmp_path):
+def test_a_run_that_lost_its_last_checkpoint_ends_with_the_same_bits(name, trained, tmp_path):
     whole, _ = trained(name)
     out = without_last_checkpoint(whole, tmp_path / "run")
     resume(out)

@@ -108,31 +108,31 @@ def test_sharded_by_logical_axes(request, rng, make_mesh, axis_type, recipe):
     jax.tree.map(lambda a, e: assert_close(a, e, tolerance=5e-3), actual, expected)
 
 
-def test_boxed_parameters_under_a_mesh(make_mesh):
+def test_boxed_parameters_under_a_mesh(rng, make_mesh):
     """Parameters still in their boxes, as `init` under jit with out_shardings gives them."""
     mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
-    module, x, key = Dense(512, **named(), recipe=CurrentScaling()), jnp.ones((64, 256)), jax.random.key(0)
+    module, key = Dense(512, **named(), recipe=CurrentScaling()), jax.random.key(0)
+    x = rng.standard_normal((64, 256)).astype(np.float32)
+    expected = jax.jit(lambda key, x: module.apply(module.init(key, x), x))(key, x)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         names = nn.get_partition_spec(jax.eval_shape(module.init, key, x))
-        shardings = nn.logical_to_mesh_sharding(names, mesh, RULES)
-        boxed = jax.eval_shape(module.init, key, x)
-        lowered = jax.jit(module.apply, in_shardings=(shardings, None)).lower(boxed, x)
-        assert lowered.out_info.shape == (64, 512)
+        init = jax.jit(module.init, out_shardings=nn.logical_to_mesh_sharding(names, mesh, RULES))
+        y = jax.jit(module.apply)(init(key, x), x)
+    assert_close(y, expected, tolerance=5e-3)
 
 
-def test_initializers_with_names_of_axes_under_an_explicit_mesh(make_mesh):
+def test_initializers_with_names_of_axes_under_an_explicit_mesh(rng, make_mesh):
     """Parameters lie where they belong: initializers, of which Flax takes the shapes alone, constrain nothing."""
     mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
     kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    x, kernel, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 32), (32, 64), (64,)))
+    specs = {"params": {"kernel": P(None, "model"), "bias": P("model")}}
     with jax.set_mesh(mesh):
-        kernel, bias = (
-            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-            for shape, spec in (((32, 64), P(None, "model")), ((64,), P("model")))
-        )
+        variables = jax.device_put({"params": {"kernel": kernel, "bias": bias}}, specs)
         for module in (nn.Dense, Dense):
-            apply = module(64, kernel_init=kernel_init).apply
-            y = jax.eval_shape(apply, {"params": {"kernel": kernel, "bias": bias}}, jnp.ones((64, 32)))
+            y = jax.jit(module(64, kernel_init=kernel_init).apply)(variables, x)
             assert y.sharding.spec == P(None, "model")
+            assert_close(y, x @ kernel + bias, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(

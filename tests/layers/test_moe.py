@@ -54,7 +54,7 @@ def draw(rng, extra=(), dtype="float32", tokens=TOKENS):
 
 
 def mlp(x, kernels, biases, activation):
-    """Of x [experts or 1, *tokens, in] by kernels [experts, in, out]."""
+    """The products of x [experts or 1, *tokens, in] and kernels [experts, in, out]."""
 
     def linear(x, kernel, bias):
         y = jnp.einsum("e...d,edh->e...h", jnp.broadcast_to(x, (len(kernel), *x.shape[1:])), kernel)

@@ -73,17 +73,16 @@ def test_metadata_of_an_initializer_reaches_the_parameter():
 
 
 @pytest.mark.parametrize("module", [Linear, nnx.Linear])
-def test_out_sharding_on_an_explicit_mesh(make_mesh, module):
+def test_out_sharding_on_an_explicit_mesh(rng, make_mesh, module):
     mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
     arguments = {"dot_general": DotGeneral(None)} if module is nnx.Linear else {}
-    x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("data", None)))
-
-    def call(x):
-        layer = module(32, 48, use_bias=False, **arguments, rngs=nnx.Rngs(0))
-        return layer(x, out_sharding=P(None, "data"))
-
+    layer = module(32, 48, use_bias=False, **arguments, rngs=nnx.Rngs(0))
+    x = rng.standard_normal((16, 32)).astype(np.float32)
+    expected = x @ np.asarray(layer.kernel[...])
     with jax.set_mesh(mesh):
-        assert nnx.eval_shape(call, x).sharding.spec == P(None, "data")
+        y = nnx.jit(lambda layer, x: layer(x, out_sharding=P(None, "data")))(layer, jax.device_put(x, P("data", None)))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "data")), 2)
+    assert_close(y, expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
