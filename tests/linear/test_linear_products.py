@@ -16,6 +16,8 @@ from te_jax.testing import assert_close, relative_error
 
 CURRENT, BLOCK, ROWWISE = CurrentScaling(), BlockScaling(), RowwiseScaling()
 PRODUCTS = ("forward", "dgrad", "wgrad")
+# Tensor cores add products of FP8 in fewer bits than those of float32.
+SUMS = 5e-4 if jax.default_backend() == "gpu" else 1e-5
 
 
 def results_by(layer, recipes, x, kernels, dys):
@@ -46,7 +48,7 @@ def test_each_product_is_that_of_its_recipe(layer, rng):
     for one, names in expected.items():
         for product, name in zip(PRODUCTS, names, strict=True):
             for result, wanted in zip(*(jax.tree.leaves(found[of][product]) for of in (one, name)), strict=True):
-                assert_close(result, wanted, tolerance=1e-5)
+                assert_close(result, wanted, tolerance=SUMS)
                 assert np.any(wanted)
     for product in PRODUCTS:  # all recipes differ
         first, *others = (jax.tree.leaves(found[name][product])[0] for name in ("block", "rowwise", "none"))
