@@ -511,6 +511,11 @@ STEP_GPU = (
 )
 STEP_BY_NAME = (StepShape(depths=(8,), batch=1, sequence=32768, remat=True, **_STEP_8B),)
 
+WHOLE_MODEL_GPU = (
+    StepShape(depths=(32,), batch=1, sequence=8192, **_STEP_8B),
+    StepShape(depths=(32,), batch=1, sequence=8192, microbatches=4, **_STEP_8B),
+)
+
 FLAX_MODELS_GPU = (
     StepShape(depths=(8,), batch=1, sequence=8192, **_STEP_8B),
     StepShape(depths=(8,), batch=4, sequence=2048, **_STEP_8B),
@@ -535,6 +540,8 @@ STEP_CPU = (
         model="te-jax train",
     ),
 )
+
+WHOLE_MODEL_CPU = tuple(replace(case, depths=(2,)) for case in STEP_CPU)
 
 FLAX_MODELS_CPU = tuple(
     replace(case, depths=(2,), microbatches=microbatches, remat=microbatches == 1)

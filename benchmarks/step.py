@@ -21,6 +21,9 @@ layers between. Implementations:
   microbatches still add up in float32.
 - te_jax_block_fp8_logits: te_jax_block_bf16_params with the forward GEMM of the head in FP8, too, which loses most of
   the head's accuracy: see `benchmarks.linear_cross_entropy` (`DecoderConfig.head_fp8_products`).
+- te_jax_block_fp8_moments: te_jax_block_fp8_logits with moments in FP8. Only `benchmarks.whole_model` runs it and these
+  peers: bf16_remat recomputes blocks from their inputs, bf16_dots from the results of their products with kernels, and
+  …_mu_bf16 keeps the first moment in bfloat16.
 - te_jax_block_offload: te_jax_block_fp8_head with inputs of blocks, and what attention reads and returns, in host
   memory until the backward pass (`DecoderConfig.offload`).
 - te_jax_block_float32_moments: te_jax_block with the moments of optax: what the kernels gain without the optimizer.
@@ -132,6 +135,9 @@ VARIANTS = {
     "te_jax_block_fp8_logits": Variant(
         BlockScaling(), head_recipe=BlockScaling(), master_dtype="int16", head_fp8_products=_ALL
     ),
+    "te_jax_block_fp8_moments": Variant(
+        BlockScaling(), "float8_e4m3fn", BlockScaling(), master_dtype="int16", head_fp8_products=_ALL
+    ),
     "te_jax_block_offload": Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
     "te_jax_block_float32_moments": Variant(BlockScaling(), moments="float32"),
     "te_jax_block_statistics": Variant(BlockScaling(), statistics=True),
@@ -139,10 +145,11 @@ VARIANTS = {
     "te_jax_delayed": Variant(DelayedScaling(fast_accumulation=_ALL)),
     "te_jax_xla": Variant(CurrentScaling(fast_accumulation=_ALL), implementation="xla"),
 }
-FORMS = {"bf16": ("bf16", "bf16_scan"), "flax_fp8": ("flax_fp8", "flax_fp8_scan")}
+RECOMPUTING = ("bf16_remat", "bf16_remat_mu_bf16", "bf16_dots_mu_bf16")
+FORMS = {"bf16": ("bf16", "bf16_scan", *RECOMPUTING), "flax_fp8": ("flax_fp8", "flax_fp8_scan")}
 """The forms of a peer, of which the fastest counts."""
-PEERS = tuple(itertools.chain(*FORMS.values()))
-IMPLEMENTATIONS = (*PEERS, *VARIANTS)
+PEERS = ("bf16", "bf16_scan", "flax_fp8", "flax_fp8_scan")
+IMPLEMENTATIONS = (*PEERS, *(name for name in VARIANTS if name != "te_jax_block_fp8_moments"))
 
 
 class OneDevice:
@@ -529,8 +536,8 @@ def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneD
     step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
     # A stack, other dtypes, or what a user's model has of other shapes, does not fit in the place of layers.
-    others = name.endswith(("_scan", "_bf16_params", "_fp8_logits")) or name.startswith(("nnx", "linen"))
-    donated = () if others else (0,)
+    others = ("_scan", "_bf16_params", "_fp8_logits", "_fp8_moments")
+    donated = () if name.endswith(others) or name.startswith(("nnx", "linen")) else (0,)
     completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)
     return Program(name, lambda: completed(init()), batch, step, seconds)
 
@@ -632,8 +639,8 @@ def _over_microbatches(
 
 def plain_step(name: str, case: shapes.StepShape, depth: int, on: OneDevice) -> Made:
     """A step of plain JAX, of the name of a peer."""
-    fp8, scanned = name.startswith("flax"), name.endswith("_scan")
-    optimizer = optax.adamw(RATE, **ADAMW)
+    fp8, scanned, dots = name.startswith("flax"), name.endswith("_scan"), name.startswith("bf16_dots")
+    optimizer = optax.adamw(RATE, mu_dtype=jnp.bfloat16 if name.endswith("_mu_bf16") else None, **ADAMW)
 
     def complete(params: Any) -> State:
         scaling = None
@@ -656,8 +663,9 @@ def plain_step(name: str, case: shapes.StepShape, depth: int, on: OneDevice) -> 
     def block(x: jax.Array, params_and_scaling: Any) -> jax.Array:
         return layer.applied(kind(*params_and_scaling), on.rows(x), case, "block")
 
-    if case.remat:
-        block = jax.checkpoint(block, prevent_cse=not scanned)
+    if case.remat or dots or name.startswith("bf16_remat"):
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if dots else None
+        block = jax.checkpoint(block, policy=policy, prevent_cse=not scanned)
 
     def loss(variables: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         params, scaling = variables

@@ -50,14 +50,22 @@ def test_all_kinds_are_measured_and_right(microbatches):
 
 @pytest.mark.usefixtures("native_kernels")
 def test_parameters_in_bfloat16_learn_as_those_in_float32_and_logits_in_fp8_differ():
-    names = ("te_jax_block_fp8_head", "te_jax_block_bf16_params", "te_jax_block_fp8_logits")
+    names = ("te_jax_block_fp8_head", "te_jax_block_bf16_params", "te_jax_block_fp8_logits", "te_jax_block_fp8_moments")
     result = family.run_case(dataclasses.replace(CASE, remat=True), ("bf16", *names), QUICK)
     assert not result.wrong
     assert not result.skipped
-    _, exact, rounded, logits = (np.array(row["losses"]) for row in result.rows)
+    _, exact, rounded, logits, moments = (np.array(row["losses"]) for row in result.rows)
     np.testing.assert_allclose(rounded, exact, rtol=2e-3)
     assert rounded[0] - rounded[2] > 0.7 * (exact[0] - exact[2])  # less than half if masters begin rounded
     assert abs(logits[0] - rounded[0]) > 1e-4 * exact[0]
+    np.testing.assert_allclose(moments, logits, rtol=2e-3)
+
+
+def test_peers_of_whole_models_learn_alike():
+    result = family.run_case(CASE, ("bf16", *family.RECOMPUTING), QUICK)
+    exact, *others = (row["losses"] for row in result.rows)
+    assert len(others) == 3
+    np.testing.assert_allclose(others, [exact] * 3, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("native_kernels")

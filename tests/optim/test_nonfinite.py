@@ -156,7 +156,10 @@ def test_float16_gradients_that_would_vanish():
         return (2e-8 * w["small"] + 10.0 * w["large"]) * scale
 
     assert jax.grad(lambda w: loss(w, jnp.float32(1.0)))(w)["small"] == 0
-    gradient, update = jax.jit(jax.grad(loss)), jax.jit(transform.update)  # in one program a GPU does not round to float16
+    gradient, update = (
+        jax.jit(jax.grad(loss)),
+        jax.jit(transform.update),
+    )  # in one program a GPU does not round to float16
     for _ in range(20):
         updates, state = update(gradient(w, optim.loss_scale(state)), state, w)
     assert state.skipped == 12
