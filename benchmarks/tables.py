@@ -49,10 +49,10 @@ _RATIO = re.compile(
     r"(?P<close><!-- /ratio -->)"
 )
 _OWN = re.compile(
-    r"(?P<open><!-- (?P<kind>gains|changes|waiting|errors) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
+    r"(?P<open><!-- (?P<kind>gains|whole|changes|waiting|errors) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|changes|waiting|errors)\b")
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|whole|changes|waiting|errors)\b")
 
 _STEP = ("step", "nvidia-h100-80gb-hbm3", "step", "8b-8x1x8192")
 _FSDP = ("fsdp", "nvidia-h100-80gb-hbm3", "step", "8b-8x2x8192-remat")
@@ -85,6 +85,16 @@ GAINS = (
     ("", "", _GATHER, "te_jax", "torch", "PyTorch"),
 )  # fmt: skip
 """The table of gains: what, where, (family, device, operation, case), implementation, peer, and the peer in words."""
+
+WHOLE = (
+    ("plain JAX; XLA recomputes some values by itself", "bf16"),
+    ("… with the first moment in bfloat16, products with kernels kept", "bf16_dots_mu_bf16"),
+    ("… and blocks recomputed from their inputs", "bf16_remat_mu_bf16"),
+    ("te_jax: blocks and head in FP8, bfloat16 parameters with int16 remainders, moments in bfloat16",
+     "te_jax_block_fp8_logits"),
+    ("… with moments in FP8", "te_jax_block_fp8_moments"),
+)  # fmt: skip
+"""Steps of a whole model: in words, and names of implementations."""
 
 CHANGES = (
     ("the plain model", ""),
@@ -196,6 +206,21 @@ def gains_table(root: Path, page_folder: Path) -> str:
     return _markdown_table(["", "on", "beside", "as fast", "in memory"], body, left=3)
 
 
+def whole_table(root: Path, page_folder: Path) -> str:
+    """Time, tokens and memory of a step of a model with all of its layers on one GPU."""
+    results = _results(root, "nvidia-h200", "whole_model")
+    document = json.loads(results.read_text(encoding="utf-8"))
+    rows = {row["implementation"]: row for row in document["rows"] if row["case"] == "8b-32x1x8192"}
+    plain, body = rows["bf16"]["median_ms"], []
+    for words, name in WHOLE:
+        row = rows[name]
+        figures = f"{row['median_ms']:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / 1e9:.1f}"
+        body.append([words, *figures, f"{plain / row['median_ms']:.2f}×"])
+    table = _markdown_table(["", "ms", "tokens/s", "GB", "as fast"], body, left=1)
+    link = _relative(results.with_suffix(".md"), page_folder)
+    return f"{table}\n[All rows and times by kind]({link}). {provenance(document)}\n"
+
+
 def changes_table(root: Path, page_folder: Path) -> str:
     """What each of `CHANGES` makes of the time and the memory of a step."""
 
@@ -271,7 +296,13 @@ def errors_table(root: Path, page_folder: Path) -> str:
     return f"{table}\n[All rows]({link}). {provenance(document)}\n"
 
 
-_TABLES = {"gains": gains_table, "changes": changes_table, "waiting": waiting_table, "errors": errors_table}
+_TABLES = {
+    "gains": gains_table,
+    "whole": whole_table,
+    "changes": changes_table,
+    "waiting": waiting_table,
+    "errors": errors_table,
+}
 
 
 def _filled(place: re.Match[str], page_folder: Path, root: Path, wanted: dict[Path, str]) -> str:
