@@ -26,6 +26,8 @@ layers between. Implementations:
   …_mu_bf16 keeps the first moment in bfloat16.
 - te_jax_block_offload: te_jax_block_fp8_head with inputs of blocks, and what attention reads and returns, in host
   memory until the backward pass (`DecoderConfig.offload`).
+- te_jax_block_remat…: te_jax_block_fp8_head whose blocks are recomputed, from their inputs; with "_attention" from the
+  results of attention too, with "_fp8" from the operands in FP8. Only `benchmarks.remat` runs these.
 - te_jax_block_float32_moments: te_jax_block with the moments of optax: what the kernels gain without the optimizer.
 - te_jax_block_statistics: te_jax_block with `te_jax.debug.with_statistics` of all tensors in every step, as `te-jax
   train --statistics` takes it every N steps: layers quantize the kernels, which then have statistics too.
@@ -71,7 +73,7 @@ from benchmarks.harness import (
 )
 from benchmarks.moe import plain_experts
 from benchmarks.profile import traced
-from te_jax import debug, models, native, optim
+from te_jax import checkpoint_policies, debug, models, native, optim
 from te_jax._core.devices import bf16_peak
 from te_jax.layers import Router, accumulate_gradients
 from te_jax.models import DecoderConfig
@@ -111,6 +113,7 @@ class Variant:
       head_fp8_products: of the products that it quantizes.
       master_dtype: of what completes bfloat16 parameters; None for float32 ones.
       offload: what blocks keep in host memory.
+      remat: what blocks recompute; None for what the case says.
       statistics: whether the step returns those of all tensors in FP8.
       implementation: of te_jax's operations. Never None: where the kernels are not loaded that would publish the
         reference under their name.
@@ -122,11 +125,21 @@ class Variant:
     head_fp8_products: tuple[Product, ...] = ("dgrad", "wgrad")
     master_dtype: str | None = None
     offload: Offload | None = None
+    remat: Any = None
     statistics: bool = False
     implementation: native.Implementation = "native"
 
 
 _OFFLOAD = Offload(names=[LAYER_INPUT, "te_attention_operand", "te_attention_output"])
+REMATS = {
+    "": True,
+    "_attention": "attention",
+    "_fp8": checkpoint_policies.save_fp8_operands,
+    "_fp8_attention": jax.checkpoint_policies.save_from_both_policies(
+        checkpoint_policies.save_fp8_operands, checkpoint_policies.save_attention
+    ),
+}
+"""What blocks keep, by the end of a name."""
 VARIANTS = {
     "te_jax": Variant(None),
     "te_jax_block": Variant(BlockScaling()),
@@ -141,6 +154,10 @@ VARIANTS = {
     "te_jax_block_offload": Variant(BlockScaling(), head_recipe=BlockScaling(), offload=_OFFLOAD),
     "te_jax_block_float32_moments": Variant(BlockScaling(), moments="float32"),
     "te_jax_block_statistics": Variant(BlockScaling(), statistics=True),
+    **{
+        f"te_jax_block_remat{name}": Variant(BlockScaling(), head_recipe=BlockScaling(), remat=remat)
+        for name, remat in REMATS.items()
+    },
     "te_jax_current": Variant(CurrentScaling(fast_accumulation=_ALL)),
     "te_jax_delayed": Variant(DelayedScaling(fast_accumulation=_ALL)),
     "te_jax_xla": Variant(CurrentScaling(fast_accumulation=_ALL), implementation="xla"),
@@ -149,7 +166,8 @@ RECOMPUTING = ("bf16_remat", "bf16_remat_mu_bf16", "bf16_dots_mu_bf16")
 FORMS = {"bf16": ("bf16", "bf16_scan", *RECOMPUTING), "flax_fp8": ("flax_fp8", "flax_fp8_scan")}
 """The forms of a peer, of which the fastest counts."""
 PEERS = ("bf16", "bf16_scan", "flax_fp8", "flax_fp8_scan")
-IMPLEMENTATIONS = (*PEERS, *(name for name in VARIANTS if name != "te_jax_block_fp8_moments"))
+_OF_OTHER_FAMILIES = ("te_jax_block_fp8_moments", *(f"te_jax_block_remat{name}" for name in REMATS))
+IMPLEMENTATIONS = (*PEERS, *(name for name in VARIANTS if name not in _OF_OTHER_FAMILIES))
 
 
 class OneDevice:
@@ -571,6 +589,7 @@ def te_jax_step(variant: Variant, case: shapes.StepShape, depth: int, on: OneDev
         head_recipe=variant.head_recipe,
         head_fp8_products=variant.head_fp8_products,
         offload=variant.offload,
+        remat=case.remat if variant.remat is None else variant.remat,
     )
     how, loss_of = on.requantize(config, variant.implementation), on.loss(config, variant.implementation)
     optimizer = optim.adamw(

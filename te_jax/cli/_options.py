@@ -48,6 +48,12 @@ def path_word(word: str) -> str:
     return word
 
 
+def _remat_word(word: str) -> str:
+    if word != "attention":
+        raise argparse.ArgumentTypeError(f"is {word!r}: write --remat alone, or --remat attention")
+    return word
+
+
 def path(word: str) -> Path:
     """The same, where it is not written to the header of a run."""
     return Path(path_word(word))
@@ -149,10 +155,14 @@ class Options:
         action="store_true",
     )
     optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
-    remat: bool = _option(
+    remat: bool | str = _option(
         False,
-        "recompute activations in the backward pass: less memory for a third more FLOPs (always for 8b and moe-3b)",
-        action="store_true",
+        "recompute blocks in the backward pass: less memory for a third more FLOPs (always for 8b and moe-3b); --remat "
+        "attention keeps the results of attention, as large as a block's input, and does not compute it again",
+        nargs="?",
+        const=True,
+        type=_remat_word,
+        metavar="attention",
     )
     offload: str = _option(
         "none",

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from te_jax.cli._placement import Placement
 from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
 from te_jax.layers import Router
+from te_jax.layers.stack import Remat
 from te_jax.models import (
     PRESETS,
     DecoderConfig,
@@ -183,10 +184,15 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
             f"--statistics {options.statistics} has nothing to show, since no layer is in FP8: add --recipe, such as "
             "block, or leave it out"
         )
+    if options.remat == "attention" and options.deterministic:
+        raise UserError(
+            "--remat attention does not go with --deterministic, whose attention is computed again in any case: leave "
+            "the word attention out"
+        )
     model = _model(options, vocab_size)
     if model.experts is not None:
         _check_experts(options)
-    remat = model.remat or options.remat
+    remat = cast(Remat, options.remat or model.remat)
     config = dataclasses.replace(
         model,
         recipe=RECIPES[options.recipe],
@@ -293,13 +299,13 @@ def _check_experts(options: Options) -> None:
         )
 
 
-def _activations(remat: bool, deterministic: bool) -> Offload:
+def _activations(remat: Remat, deterministic: bool) -> Offload:
     """What a block keeps that takes long to compute again for its bytes."""
     names = [LAYER_INPUT]
     if not remat:
         names.append("te_attention_operand")
-        if not deterministic:  # or it is the reference's attention, which keeps probabilities in its place
-            names.append("te_attention_output")
+    if remat is not True and not deterministic:  # the reference's attention keeps probabilities in its place
+        names.append("te_attention_output")
     return Offload(names=names, min_size=OFFLOAD_MIN_SIZE)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from te_jax import sharding
+from te_jax.checkpoint_policies import Policy, save_attention
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.offload import Offload
 from te_jax.offload.scan import run_scan
@@ -23,7 +24,8 @@ X = TypeVar("X")
 
 Layer = Callable[[X, Any], X]
 
-Policy = Callable[..., Any]
+Remat = bool | Literal["attention"] | Policy | None
+"""What the backward pass recomputes: see `apply_layers`."""
 
 
 def apply_layers(
@@ -31,7 +33,7 @@ def apply_layers(
     params: Any,
     x: X,
     *,
-    remat: bool | Policy | None = None,
+    remat: Remat = None,
     offload: Offload | None = None,
     fsdp: FSDP | None = None,
 ) -> X:
@@ -51,8 +53,9 @@ def apply_layers(
         layer. A pytree may also hold the state of delayed scaling, whose gradient is the next state, and quantized
         kernels.
       x: a pytree.
-      remat: what the backward pass recomputes. None: nothing. True: all of a layer except its input. Or a policy of
-        `jax.checkpoint`, such as those of `te_jax.checkpoint_policies`.
+      remat: what the backward pass recomputes. None: nothing. True: all of a layer except its input. "attention": that
+        but attention, whose results stay. Or a policy of `jax.checkpoint`, such as those of
+        `te_jax.checkpoint_policies`.
       offload: which residuals wait for the backward pass in host memory, among those that remat keeps; see
         `te_jax.offload.Offload`. There is no forward-mode derivative then.
       fsdp: how devices share the parameters; see `te_jax.parallel.FSDP`. There is no forward-mode derivative then.
@@ -155,7 +158,7 @@ def scan_layers(
     params: Any,
     x: X,
     *,
-    remat: bool | Policy | None = None,
+    remat: Remat = None,
     offload: Offload | None = None,
 ) -> X:
     """Runs x through a stack of layers in a `jax.lax.scan`: the program is as large as that of one layer.
@@ -199,8 +202,8 @@ def scan_layers(
     _check(remat, offload)
     if count := _count(params):
         if offload is not None:
-            return run_scan(_rematerialized(layer, remat), params, x, offload)
-        run = _rematerialized(layer, remat)
+            return run_scan(rematerialized(layer, remat), params, x, offload)
+        run = rematerialized(layer, remat)
         return lax.scan(lambda x, of_layer: (run(x, of_layer), None), x, params, length=count)[0]
     return x
 
@@ -210,7 +213,7 @@ def residual_table(
     params: Any,
     x: X,
     *,
-    remat: bool | Policy | None = None,
+    remat: Remat = None,
     offload: Offload | None = None,
 ) -> str:
     """Lists the residuals of each layer, where they wait for the backward pass, and their bytes on all devices.
@@ -245,17 +248,24 @@ def residual_table(
     return describe(layers, params, x, offload)
 
 
+def check_remat(remat: Any) -> None:
+    """Raises a ValueError unless it says what to recompute."""
+    if not (remat is None or isinstance(remat, bool) or remat == "attention" or callable(remat)):
+        raise ValueError(f"remat is {remat!r}: it must be None, True, 'attention', or a policy of jax.checkpoint")
+
+
 def _check(remat: Any, offload: Any) -> None:
-    if not (remat is None or isinstance(remat, bool) or callable(remat)):
-        raise ValueError(f"remat is {remat!r}: it must be None, True, or a policy of jax.checkpoint")
+    check_remat(remat)
     if not (offload is None or isinstance(offload, Offload)):
         raise ValueError(f"offload is {offload!r}: it must be a te_jax.offload.Offload, or None")
 
 
-def _rematerialized(layer: Layer[Any], remat: Any) -> Layer[Any]:
+def rematerialized(layer: Layer[Any], remat: Remat) -> Layer[Any]:
+    """The layer, whose backward pass recomputes what remat says."""
     # jit, so that JAX traces and differentiates the layer once. XLA inlines the calls.
     run = jax.jit(layer)
-    return jax.checkpoint(run, policy=cast(Any, remat) if callable(remat) else None) if remat else run
+    policy = save_attention if remat == "attention" else remat if callable(remat) else None
+    return jax.checkpoint(run, policy=cast(Any, policy)) if remat else run
 
 
 def _layers(layer: Any, params: Any, remat: Any) -> tuple[list[Layer[Any]], Sequence[Any]]:
@@ -267,7 +277,7 @@ def _layers(layer: Any, params: Any, remat: Any) -> tuple[list[Layer[Any]], Sequ
     made: dict[Any, Layer[Any]] = {}
     for each in given:
         if each not in made:
-            made[each] = _rematerialized(each, remat)
+            made[each] = rematerialized(each, remat)
     return [made[each] for each in given], params
 
 

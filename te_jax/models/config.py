@@ -8,6 +8,7 @@ from te_jax import native
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
+from te_jax.layers.stack import Remat, check_remat
 from te_jax.offload import Offload
 from te_jax.recipe import DelayedScaling, Product, ProductRecipes, Recipe, Scaling
 from te_jax.reference.activation import Activation, ActivationName
@@ -118,6 +119,8 @@ class DecoderConfig:
       dtype: "float32" or "bfloat16": what activations and projections are computed in. Parameters are always float32;
         norms, rotations and the softmax of attention are computed in float32.
       remat: recompute each block in the backward pass and keep only its input: memory for about a third more FLOPs.
+        "attention" also keeps the results of attention, as much as the input, and does not compute it again. Or a
+        policy: see `te_jax.layers.apply_layers`.
       offload: which residuals of a block wait for the backward pass in host memory; see `te_jax.offload.Offload`. With
         `remat` its input is the only one. Otherwise "layer_input", "te_attention_operand" and "te_attention_output"
         are those that take the longest to recompute for their bytes.
@@ -156,7 +159,7 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     dtype: str = "float32"
-    remat: bool = False
+    remat: Remat = False
     recipe: Recipe | None = None
     head_recipe: Recipe | None = None
     head_fp8_products: tuple[Product, ...] = ("dgrad", "wgrad")
@@ -214,6 +217,9 @@ class DecoderConfig:
             raise ValueError(
                 f"max_segments_per_seq is {segments!r}: it needs to be a whole number of at least 1, or None"
             )
+        check_remat(self.remat)
+        if self.remat == "attention" and self.attention == "reference":
+            raise ValueError("remat is 'attention' and attention 'reference', whose results have no names: choose True")
         if self.attention not in (None, "native", "reference"):
             raise ValueError(f"attention is {self.attention!r}: choose 'native', 'reference' or None")
         self._check_variants()

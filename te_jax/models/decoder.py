@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from te_jax import native, ops
 from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.layers.microbatches import dense_kernels
-from te_jax.layers.stack import apply_layers
+from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_scaling
 from te_jax.models.mixture import Balance
@@ -384,7 +384,7 @@ def _run(
     of_window: dict[int | None, Callable[..., Any]] = {}
     for window in dict.fromkeys(config.windows):
         run = functools.partial(block, window)
-        of_window[window] = jax.checkpoint(jax.jit(run)) if shared and config.remat else run
+        of_window[window] = rematerialized(run, config.remat) if shared and config.remat else run
     blocks = [of_window[window] for window in config.windows]
     if parallel is None or parallel.fsdp is None:
         return ending(apply_layers(blocks, layers, (x, balance), remat=config.remat, offload=config.offload), last)
