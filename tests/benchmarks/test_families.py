@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from benchmarks import (
@@ -134,12 +133,7 @@ FAMILIES = {
         {"": {"flops": 2 * 96 * 128 * 256}},
     ),
     "layer": Family(
-        layer,
-        LAYER,
-        _LAYER,
-        {"mlp": _LAYER},
-        {"": {"flops": 3 * 2 * 128 * 3 * 128 * 256}},
-        unchecked=r"\['state'\]",
+        layer, LAYER, _LAYER, {"mlp": _LAYER}, {"": {"flops": 3 * 2 * 128 * 3 * 128 * 256}}, unchecked=r"\['state'\]"
     ),
     "attention": Family(
         attention,
@@ -323,43 +317,3 @@ def test_a_layer_of_experts_keeps_x_and_what_is_before_the_activation():
     least = 2 * 2048 + 4 * 8 * 1024
     for name in ("te_jax", "te_jax_block"):
         assert least <= moe.kept_bytes(name, case) <= least + 4 * 64 + 16 * 8
-
-
-# What results are compared with
-
-
-@pytest.mark.parametrize("products", [None, 3])
-def test_exact_rows_of_products(products):
-    """Of several those of the first and the last."""
-    inputs = gemm._inputs(dataclasses.replace(GEMM, products=products), _GEMM if products is None else ("jnp",))
-    rows = np.array([0, 7, 95])
-    lhs, rhs = (gemm._ends(np.asarray(x).astype(np.float64)) for x in inputs.plain)
-    np.testing.assert_allclose(gemm._exact(inputs.plain, rows), lhs[:, rows] @ rhs.mT, rtol=0, atol=1e-10)
-    assert lhs.std() == pytest.approx(1, abs=0.05)
-    for scalings, (lhs, rhs) in inputs.quantized.items():
-        wide = [np.asarray(x.dequantize()).astype(np.float64) for x in (lhs, rhs)]
-        expected = wide[0][rows] @ wide[1].T  # of bfloat16 values, which differ a little from FP8 times a scale
-        found = gemm._exact((lhs, rhs), rows)
-        assert np.allclose(found, expected[None], rtol=0, atol=0.05 * np.abs(expected).max())
-        assert (lhs.scaling, rhs.scaling) == scalings
-
-
-def test_the_exact_loss_agrees_with_central_differences():
-    rng = np.random.default_rng()
-    logits = rng.normal(size=(5, 7)).astype(np.float32)
-    labels = rng.integers(0, 7, 5).astype(np.int32)
-
-    def mean_loss(z):
-        p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
-        return -np.mean(np.log(p[np.arange(5), labels]))
-
-    exact = softmax_cross_entropy._exact(logits, labels)
-    assert exact.loss == pytest.approx(mean_loss(logits.astype(np.float64)), rel=1e-12)
-    assert list(exact.rows) == list(range(5))
-    for row in range(5):
-        for column in range(7):
-            step = np.zeros((5, 7))
-            step[row, column] = 1e-5
-            wide = logits.astype(np.float64)
-            slope = (mean_loss(wide + step) - mean_loss(wide - step)) / 2e-5
-            assert exact.gradient[row, column] == pytest.approx(slope, abs=1e-9)

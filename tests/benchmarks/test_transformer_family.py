@@ -14,7 +14,6 @@ from benchmarks import transformer as family
 from benchmarks.harness import Timing
 from benchmarks.shapes import BlockShape
 from benchmarks.transformer import SETUPS, Setup
-from te_jax import native
 
 CASE = BlockShape(sequence=16, hidden=64, mlp=128, heads=8, kv_heads=4, head_dim=16, model="test")
 ONE = Timing(samples=1, sample_seconds=1e-6)
@@ -34,61 +33,21 @@ def mesh(devices):
     return family.mesh_of(devices)
 
 
-@jax.jit
-def block_on_one_device(parameters, x, dy):
-    """The result and gradients in float32, with all pairs of positions."""
-    y, vjp = jax.vjp(plain_block, parameters, x)
-    return y, *vjp(dy.astype(jnp.float32))
+@pytest.mark.usefixtures("native_kernels")
+def test_results_and_gradients_are_those_of_plain_products(mesh, rng):
+    seed = int(rng.integers(2**31))
 
+    def results_of(setup):
+        call, operands = family.compiled(CASE, setup, mesh, seed=seed)
+        return jax.device_get(call(*operands))
 
-def plain_block(parameters, x):
-
-    def norm(x, scale):
-        return x / jnp.sqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-5) * scale[None]
-
-    def rotated(x):
-        half = CASE.head_dim // 2
-        angles = jnp.arange(CASE.sequence)[:, None] * 500_000.0 ** (-jnp.arange(half)[None] / half)
-        turned = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)[None]
-        return jnp.concatenate([turned.real, turned.imag], axis=2)
-
-    p = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
-    x = x[0].astype(jnp.float32)
-    h = norm(x, p["attention_norm"])
-    kv = np.arange(CASE.heads) // (CASE.heads // CASE.kv_heads)
-    query, key, value = (
-        (h @ p[name]).reshape(CASE.sequence, -1, CASE.head_dim).swapaxes(0, 1) for name in ("query", "key", "value")
-    )
-    scores = jnp.einsum("hqd,hkd->hqk", rotated(query), rotated(key)[kv]) / math.sqrt(CASE.head_dim)
-    weights = jax.nn.softmax(jnp.where(np.tri(CASE.sequence, dtype=bool)[None], scores, -jnp.inf), axis=2)
-    mixed = jnp.einsum("hqk,hkd->qhd", weights, value[kv]).reshape(CASE.sequence, -1)
-    x = x + mixed @ p["out"]
-    h = norm(x, p["mlp_norm"])
-    gate = h @ p["gate"]
-    return (x + (gate / (1 + jnp.exp(-gate)) * (h @ p["up"])) @ p["down"])[None]
-
-
-@pytest.mark.parametrize(
-    ("setup", "bound"),
-    [
-        (SETUPS["xla"], 0.02),
-        (SETUPS["te_jax_current"], 0.2),
-        (Setup("xla", sequence_parallel=False), 0.02),
-    ],
-    ids=["xla", "fp8", "no_sp"],
-)
-def test_results_and_gradients_are_those_of_one_device(setup, bound, mesh, rng):
-    if setup.recipe is not None and not native.available():
-        pytest.skip("needs the extension for this platform")
-    call, (parameters, x, dy) = family.compiled(CASE, setup, mesh, seed=int(rng.integers(2**31)))
-    actual = call(parameters, x, dy)
-    with jax.numpy_dtype_promotion("standard"):
-        expected = block_on_one_device(*jax.device_put((parameters, x, dy), jax.devices()[0]))
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for path, leaf in jax.tree.leaves_with_path(expected):
-        other = jax.tree.leaves([each for where, each in jax.tree.leaves_with_path(actual) if where == path])[0]
-        exact, other = (np.asarray(each, np.float64) for each in (leaf, other))
-        assert np.linalg.norm(other - exact) < bound * np.linalg.norm(exact), jax.tree_util.keystr(path)
+    expected = results_of(SETUPS["xla"])
+    for setup, bound in ((SETUPS["te_jax_current"], 0.2), (Setup("xla", sequence_parallel=False), 0.02)):
+        for (path, exact), other in zip(
+            jax.tree.leaves_with_path(expected), jax.tree.leaves(results_of(setup)), strict=True
+        ):
+            exact, other = np.asarray(exact, np.float64), np.asarray(other, np.float64)
+            assert np.linalg.norm(other - exact) < bound * np.linalg.norm(exact), jax.tree_util.keystr(path)
 
 
 def test_errors_see_what_is_wrong_anywhere():

@@ -60,11 +60,7 @@ def _jax_as_in_a_process_of_its_own():
     # The backend starts here, with the devices of all tests: --devices would choose them for the whole process.
     jax.devices()
     # optax mixes dtypes in its schedules; the command itself runs with JAX's defaults. --deterministic sets a variable.
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-        unittest.mock.patch.dict(os.environ),
-    ):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), unittest.mock.patch.dict(os.environ):
         yield
 
 

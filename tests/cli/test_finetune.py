@@ -136,14 +136,6 @@ def test_a_run_of_adapters_that_was_stopped_ends_with_the_same_bits(adapters, tm
 
 
 @pytest.mark.slow
-def test_devices_share_a_model_that_was_trained_before(folder, tmp_path, require_devices):
-    require_devices(2)
-    argv = ["--learning-rate", "0.01", "--recipe", "none", "--dtype", "float32", "--lora", "2"]
-    one, two = (trained(folder, tmp_path / f"{count}", *argv, "--devices", f"{count}") for count in (1, 2))
-    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
-
-
-@pytest.mark.slow
 def test_a_model_of_bytes_needs_no_tokenizer(tmp_path, capsys):
     run, folder = tmp_path / "run", str(tmp_path / "bytes")
     argv = ["--seq-len", "16", "--batch", "2", "--steps", "2", "--devices", "1"]

@@ -55,22 +55,25 @@ def test_a_mistake_is_one_sentence_and_status_2(argv, words, capsys):
     assert words in captured.err
 
 
-def test_a_mistake_found_while_running_is_told_the_same_way(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "status", "shown"),
+    [
+        (UserError("the moon is missing"), 2, "te-jax: error: the moon is missing\n"),
+        (KeyboardInterrupt(), 130, "te-jax: interrupted\n"),
+        (ZeroDivisionError(), None, None),
+    ],
+)
+def test_what_a_command_raises_is_one_sentence_unless_it_is_a_fault_of_ours(error, status, shown, monkeypatch, capsys):
     def run(args):
-        raise UserError("the moon is missing")
+        raise error
 
     monkeypatch.setattr(train, "run", run)
-    assert main.main(["train"]) == 2
-    assert capsys.readouterr().err == "te-jax: error: the moon is missing\n"
-
-
-def test_an_interruption_is_no_traceback(monkeypatch, capsys):
-    def run(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "run", run)
-    assert main.main(["train"]) == 130
-    assert capsys.readouterr().err == "te-jax: interrupted\n"
+    if status is None:
+        with pytest.raises(type(error)):
+            main.main(["train"])
+        return
+    assert main.main(["train"]) == status
+    assert capsys.readouterr().err == shown
 
 
 _PRINTS = (
@@ -81,14 +84,17 @@ _PRINTS = (
 )
 
 
+def printed(stdout=subprocess.PIPE, **environment):
+    command, environment = [sys.executable, "-c", _PRINTS], {**os.environ, **environment}
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=60, check=False)
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_pipe_is_no_traceback(unbuffered):
     reader, writer = os.pipe()
     os.close(reader)
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with os.fdopen(writer, "wb") as output:
-        command = [sys.executable, "-c", _PRINTS]
-        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, timeout=60, check=False)
+        done = printed(output, PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
@@ -105,22 +111,10 @@ def test_a_closed_stream_is_no_traceback(closed, shown):
 
 def test_output_to_a_full_disk_is_one_sentence():
     with open("/dev/full", "wb") as output:
-        command = [sys.executable, "-c", _PRINTS]
-        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, timeout=60, check=False)
+        done = printed(output)
     assert (done.returncode, done.stderr) == (2, b"te-jax: error: cannot write: No space left on device\n")
 
 
 def test_a_locale_without_arrows_is_no_traceback():
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    command = [sys.executable, "-c", _PRINTS]
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+    done = printed(PYTHONIOENCODING="latin-1")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"6.1 ? 3.2\n", b"")
-
-
-def test_other_errors_keep_their_traceback(monkeypatch):
-    def run(args):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(train, "run", run)
-    with pytest.raises(ZeroDivisionError):
-        main.main(["train"])

@@ -29,19 +29,10 @@ DENSE = dataclasses.replace(
 CONFIGS = {"dense": DENSE, "experts": dataclasses.replace(DENSE, experts=PRESETS["moe"].experts)}
 BATCH, SEQ_LEN = 16, 512
 
-TENSOR = (
-    "--devices 2 --tp 2",
-    "--devices 4 --fsdp 2 --tp 2",
-    "--devices 4 --cp 2 --tp 2",
-    "--devices 4 --replicas 2 --tp 2",
-)
+TENSOR = ("--devices 2 --tp 2", *(f"--devices 4 --{name} 2 --tp 2" for name in ("fsdp", "cp", "replicas")))
 NO_TENSOR = (
-    "--devices 1",
-    "--devices 2 --fsdp 2",
-    "--devices 2 --cp 2",
-    "--devices 2 --replicas 2",
-    "--devices 4 --replicas 2 --fsdp 2",
-    "--devices 8",
+    *("--devices 1", "--devices 2 --fsdp 2", "--devices 2 --cp 2", "--devices 2 --replicas 2"),
+    *("--devices 4 --replicas 2 --fsdp 2", "--devices 8"),
 )
 OPTIONS = {
     "model": ("--from dense", "--from experts", "--preset tiny", "--preset moe"),
@@ -65,6 +56,8 @@ OPTIONS = {
 }
 _TRANSPORTS = OPTIONS["transport"][1:]
 _WITH_EXPERTS = ("--from experts", "--preset moe")
+_WITHOUT = {"recipe": ("--recipe none",), "head": ("--head-recipe none",)}
+_XLA = ("--implementation xla",)
 
 REFUSED = [
     ({"model": ("--preset tiny", "--preset moe"), "lora": ("--lora 4",)}, "add --from DIR"),
@@ -72,26 +65,12 @@ REFUSED = [
     ({"mesh": TENSOR, "recipe": ("--recipe mxfp8",)}, "choose current, rowwise or block, or --fsdp in the place"),
     ({"model": _WITH_EXPERTS, "recipe": ("--recipe delayed",)}, "choose block, current, rowwise or none"),
     ({"head": ("--head-recipe none",), "logits": ("--fp8-logits",)}, "add --head-recipe"),
-    (
-        {"recipe": ("--recipe none",), "head": ("--head-recipe none",), "statistics": ("--statistics 1",)},
-        "has nothing to show",
-    ),
-    (
-        {
-            "model": _WITH_EXPERTS,
-            "recipe": ("--recipe none",),
-            "head": ("--head-recipe none",),
-            "state": ("--optimizer-state f32",),
-            "compare": ("--compare",),
-        },
-        "add --recipe, --head-recipe or --optimizer-state",
-    ),
+    ({**_WITHOUT, "statistics": ("--statistics 1",)}, "has nothing to show"),
+    ({"model": _WITH_EXPERTS, **_WITHOUT, "state": ("--optimizer-state f32",), "compare": ("--compare",)},
+     "add --recipe, --head-recipe or --optimizer-state"),
     ({"mesh": NO_TENSOR, "transport": _TRANSPORTS}, "add --tp N"),
     (
-        {
-            "transport": ("--transport p2p",),
-            "implementation": ("--implementation xla", "--implementation reference"),
-        },
+        {"transport": ("--transport p2p",), "implementation": ("--implementation xla", "--implementation reference")},
         "leave one of them out",
     ),
     # Of a CPU:
@@ -100,18 +79,12 @@ REFUSED = [
         for name, option in (("recipe", "--recipe"), ("head", "--head-recipe"))
     ),
     *(
-        ({name: (f"{option} rowwise", f"{option} block"), "implementation": ("--implementation xla",)}, "XLA")
+        ({name: (f"{option} rowwise", f"{option} block"), "implementation": _XLA}, "XLA")
         for name, option in (("recipe", "--recipe"), ("head", "--head-recipe"))
     ),
-    (
-        {
-            "model": _WITH_EXPERTS,
-            "recipe": ("--recipe current", "--recipe mxfp8"),
-            "implementation": ("--implementation xla",),
-        },
-        "XLA has no FP8 product of groups of rows",
-    ),
-]
+    ({"model": _WITH_EXPERTS, "recipe": ("--recipe current", "--recipe mxfp8"), "implementation": _XLA},
+     "XLA has no FP8 product of groups of rows"),
+]  # fmt: skip
 """Values that do not go together, and words of the sentence that says so."""
 
 _IMPLIED = [
@@ -188,7 +161,7 @@ def _types(state):
     return jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
-_PARTS = 16  # of the rows, of which `make test` has the first
+_PARTS = 31  # of the rows, of which `make test` has the first
 
 
 @functools.cache

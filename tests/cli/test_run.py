@@ -256,16 +256,6 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(whole, capsys):
     assert "already holds a run" in refused([*SMALL, "--out", str(whole)], capsys)
 
 
-def test_a_damaged_checkpoint_is_passed_over(whole, capsys):
-    before = log_of(whole)
-    largest = max((whole / "checkpoints" / "12").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    os.truncate(largest, largest.stat().st_size // 2)
-    assert resume(whole) == 0
-    assert log_of(whole) == before
-    (noted,) = told(capsys)
-    assert re.search(r"has a damaged checkpoint \(step 12: .*\): the run goes on from step 7$", noted)
-
-
 def test_another_text_is_refused_and_the_same_one_goes_on(tmp_path, out, toy, capsys):
     (tmp_path / "text").write_text("All happy families are alike. " * 20)
     words = [*ARGV, "--text", str(tmp_path / "text"), "--out", str(out)]

@@ -122,13 +122,6 @@ def flip_bytes(step):
     path.write_bytes(content.tobytes())
 
 
-def flip_one_bit_of_each_file(step):
-    for path in (step / "default").rglob("*"):
-        if path.is_file() and (content := bytearray(path.read_bytes())):
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-
-
 def truncate(name, part=0.5):
     def damage(step):
         for path in step.glob(name):
@@ -163,10 +156,8 @@ def link_to_memory(step):
 
 DAMAGES = {
     "flipped bytes": (flip_bytes, r"default/.* does not match its checksum"),
-    "a flipped bit": (flip_one_bit_of_each_file, r"default/.* does not match its checksum"),
     "truncated data": (truncate("default/**/d/*"), r"default/.*d/\w+ does not match its checksum"),
     "truncated manifest": (truncate("default/manifest.ocdbt"), "default/manifest.ocdbt does not match its checksum"),
-    "truncated metadata": (truncate("default/_METADATA"), "default/_METADATA does not match its checksum"),
     "empty metadata": (truncate("default/_METADATA", 0), "default/_METADATA does not match its checksum"),
     "missing data": (remove("default/ocdbt.process_0/d"), r"default/ocdbt.process_0/d/\w+ is missing"),
     "missing metadata": (remove("default/_METADATA"), "default/_METADATA is missing"),
@@ -174,7 +165,6 @@ DAMAGES = {
     "empty step folder": (remove("*"), "default/ is missing"),
     "no step folder": (become_a_file, "default/ is missing"),
     "truncated checksums": (truncate("checksums.json"), "checksums.json is unreadable"),
-    "empty checksums": (truncate("checksums.json", 0), "checksums.json is unreadable"),
     "no checksums": (write_checksums("{}"), "checksums.json lists no file"),
     "checksums that are no object": (write_checksums("[]"), "checksums.json is unreadable"),
     "nested checksums": (write_checksums("[" * 5000), "checksums.json is unreadable"),
@@ -325,10 +315,8 @@ def edit(*changes):
 @pytest.mark.parametrize(
     ("damage", "words", "kept"),
     [
-        ((2, lambda _: b"nonsense\n"), "line 2 is unreadable; 1 of 2 steps have no record", [2]),
         ((2, lambda line: b"\0" * (len(line) - 1) + b"\n"), "line 2 is unreadable; 1 of 2 steps have no record", [2]),
         ((2, lambda _: b"\xff\xfe\n"), "line 2 is unreadable; 1 of 2 steps have no record", [2]),
-        ((2, lambda _: b"null\n"), "line 2 is unreadable; 1 of 2 steps have no record", [2]),
         ((2, lambda line: line.replace(b"0.3", b"0.4")), "line 2 is unreadable; 1 of 2 steps have no record", [2]),
         ((2, lambda line: line.replace(b": 1,", b": 9,")), "line 2 is unreadable; 1 of 2 steps have no record", [2]),
         ((2, lambda line: line[:-1]), "line 2 is unreadable; 2 of 2 steps have no record", []),
@@ -339,7 +327,7 @@ def edit(*changes):
         ((2, lambda _: record(1).replace(b": 1,", b": 9,")), "1 of 2 steps have no record", [9, 2]),
     ],
     ids=[
-        *("text", "zeros", "bytes", "null", "a loss", "a step", "joined", "missing", "of the checkpoint", "after it"),
+        *("zeros", "bytes", "a loss", "a step", "joined", "missing", "of the checkpoint", "after it"),
         "a step of an older version",
     ],
 )
@@ -457,17 +445,6 @@ def test_a_checkpoint_is_written_while_training_goes_on(start):
         shutil.rmtree(folder.path / "checkpoints" / str(step))
 
 
-def test_without_a_checkpoint_only_the_header_is_kept(start):
-    folder = start()
-    folder.append({"kind": "validation", "step": 0, "loss": 5.5})
-    log(folder, [1])
-    folder.close()
-    folder = start(RunFolder.resume)
-    assert folder.latest_step == 0
-    assert folder.records("train") == folder.records("validation") == []
-    assert read_header(folder.path) == HEADER
-
-
 def test_a_torn_last_record_is_forgotten(start):
     folder = start()
     log(folder, [1, 2])
@@ -535,6 +512,9 @@ def test_a_log_that_another_program_changes_ends_the_run(change, words, saves, s
     log(folder, [1, 2])
     folder.save(2, state_of(2))
     change(folder.path)
+    if words == "was replaced by another file":  # no second run gets in beside it
+        with pytest.raises(UserError, match="in use by another"):
+            start(RunFolder.resume)
     with pytest.raises(UserError, match=rf"run/log\.jsonl {words} while the run went on, so the run stops: continue"):
         log(folder, [3])
     if not saves:  # what a checkpoint needs is there
@@ -542,15 +522,6 @@ def test_a_log_that_another_program_changes_ends_the_run(change, words, saves, s
             folder.save(3, state_of(3))
         with pytest.raises(UserError, match=words):
             folder.records("train")
-
-
-def test_no_second_run_gets_in_beside_a_log_that_was_replaced(start):
-    folder = start()
-    log(folder, [1])
-    replace(folder.path)
-    for begin in (RunFolder.resume, functools.partial(RunFolder.create, header=HEADER)):
-        with pytest.raises(UserError, match="in use by another"):
-            start(begin)
 
 
 # ----------------------------------------------------------------------------------------- what else is in the folder
@@ -569,11 +540,13 @@ NAMES = ["notes.txt", "x.tmp", "007", "٣", "03.tmp", "-1", "3.damaged", "3.orba
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir, linked_folder], ids=["file", "folder", "link"])
-def test_entries_of_other_names_are_left_alone(make, whole, start):
+def test_entries_of_other_names_are_left_alone(make, whole, start, capsys):
     for name in NAMES:
         make(whole / "checkpoints" / name)
+    (whole / "checkpoints" / "2" / "default" / ".DS_Store").touch()
     folder = start(RunFolder.resume)
     check_restored(folder, 2)
+    assert not capsys.readouterr().err
     folder.save(3, state_of(3))
     assert {path.name for path in (whole / "checkpoints").iterdir()} == {"2", "3", *NAMES}
 
@@ -589,12 +562,6 @@ def test_a_checkpoint_may_be_a_link(whole, start):
     folder.save(3, state_of(3))
     assert {path.name for path in entries.iterdir()} == {"2", "3"}
     assert (whole.parent / "1" / "default").exists()
-
-
-def test_hidden_files_that_other_programs_leave_are_no_damage(whole, start, capsys):
-    (whole / "checkpoints" / "2" / "default" / ".DS_Store").touch()
-    check_restored(start(RunFolder.resume), 2)
-    assert not capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_is_one_sentence(start, tmp_path, caplog, capfd):

@@ -322,17 +322,6 @@ def test_a_run_goes_on_with_more_devices_or_with_fewer(name, words, noted, train
     assert re.search(noted, capsys.readouterr().err)
 
 
-def test_kernels_that_were_quantized_on_two_devices_go_on_in_one(tmp_path, require_devices):
-    """One device quantizes them with its optimizer, and two in each microbatch."""
-    require_devices(2)
-    out = tmp_path / "run"
-    words = ["--seq-len", "256", "--batch", "2", "--recipe", "block", "--tp", "2", "--devices", "2", "--steps", "2"]
-    train("train", "--preset", "nano", *words, "--out", str(out))
-    last = losses(out)[-1]
-    resume(out, "--tp", "1", "--steps", "3")
-    assert losses(out)[-1] < last
-
-
 # ------------------------------------------------------------------------------------------------------ what breaks
 
 

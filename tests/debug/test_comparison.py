@@ -1,7 +1,7 @@
 """Planted faults are found by the name of their layer, and errors are those of NumPy."""
 
-import builtins
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,13 @@ def model(recipe=None, states=None):
     return loss
 
 
-def params_of(rng, layers=4):
+def params_of(rng, layers=3):
     return {"layers": [{"up": normal(rng, 64, 64, scale=0.1)} for _ in range(layers)]}
 
 
 def test_a_layer_with_outliers_is_found(rng):
     """The recipe is that of the comparison: the model has none."""
-    params, fault = params_of(rng), int(rng.integers(4))
+    params, fault = params_of(rng), int(rng.integers(3))
     params["layers"][fault]["up"][3, 5] = 1e4
     x = normal(rng, 96, 64)
     found = compare(model(), params, x, recipe=CurrentScaling())
@@ -45,22 +45,22 @@ def test_a_layer_with_outliers_is_found(rng):
     assert worst.y > 3 * second.y
     assert worst.tensor.startswith("kernel, ")
     assert worst.tensor.endswith("underflow")
-    assert found.forward == tuple(f"layers/{i}/up" for i in range(4))
+    assert found.forward == tuple(f"layers/{i}/up" for i in range(3))
     assert found.first_nonfinite is None
     # Each row has a scale of its own: the outlier harms one of 64.
-    of_rows = compare(model(), params, x, recipe=RowwiseScaling())
-    assert max(row.y for row in of_rows.layers) < 0.5 * worst.y
+    (of_rows,) = compare(model(), {"layers": [params["layers"][fault]]}, x, recipe=RowwiseScaling()).layers
+    assert of_rows.y < 0.5 * worst.y
 
 
 def test_a_stale_scale_is_found(rng):
     """The history of delayed scaling is far too small in one layer, as after a restart from another checkpoint."""
-    recipe, fault = DelayedScaling(history_len=2), int(rng.integers(4))
+    recipe, fault = DelayedScaling(history_len=2), int(rng.integers(3))
 
     def state(amax):
-        history = jnp.full((2,), amax, jnp.float32)
-        return type(recipe.init())(history, history, jnp.full((2,), 1e-2, jnp.float32), jnp.ones((), jnp.float32))
+        history, of_gradients = (np.full(2, value, np.float32) for value in (amax, 1e-2))
+        return type(recipe.init())(history, history, of_gradients, np.float32(1))
 
-    states = [state(0.05 if i == fault else 4.0) for i in range(4)]
+    states = [state(0.05 if i == fault else 4.0) for i in range(3)]
     found = compare(model(recipe), params_of(rng) | {"states": states}, normal(rng, 96, 64))
     assert found.layers[0].layer == f"layers/{fault}/up"
     assert found.layers[0].y > 3 * max(row.y for row in found.layers[1:])
@@ -75,7 +75,6 @@ def stack_loss(kernels, x):
 def test_the_first_gradient_that_is_not_finite_is_found(rng):
     """In a scan with remat, whose backward pass goes from the last layer to the first."""
     kernels, x = normal(rng, 4, 64, 64, scale=0.1), normal(rng, 32, 64)
-    assert compare(stack_loss, kernels, x).first_nonfinite is None
     kernels[2, 7, 7] = np.nan
     found = compare(lambda params, x: stack_loss(params["stack"], x), {"stack": kernels}, x)
     assert found.first_nonfinite == "stack[3]"  # it gets NaN, for layer 2 gave it some
@@ -83,17 +82,22 @@ def test_the_first_gradient_that_is_not_finite_is_found(rng):
     assert "the backward pass is not finite from stack[3] on" in str(found)
 
 
+@functools.partial(jax.jit, static_argnames="recipe")
+def result_and_gradients(x, kernel, dy, recipe):
+    y, vjp = jax.vjp(lambda x, kernel: ops.dense(x, kernel, recipe=recipe), x, kernel)
+    return y, *vjp(dy)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-18, 1e18])
 def test_errors_are_those_of_numpy(scale, rng):
-    x, kernel, dy = scale * normal(rng, 48, 64), normal(rng, 64, 32), normal(rng, 48, 32)
+    x, kernel, dy = np.float32(scale) * normal(rng, 48, 64), normal(rng, 64, 32), normal(rng, 48, 32)
     recipe = CurrentScaling()
 
     def loss(params, x, dy):
         return jnp.sum(ops.dense(x, params["up"], recipe=recipe) * dy)
 
     (row,) = compare(loss, {"up": kernel}, x, dy).layers
-    y, vjp = jax.vjp(lambda x, kernel: ops.dense(x, kernel, recipe=recipe), x, kernel)
-    values = dict(zip(("y", "dx", "dkernel"), (y, *vjp(dy)), strict=True))
+    values = dict(zip(("y", "dx", "dkernel"), result_and_gradients(x, kernel, dy, recipe), strict=True))
     x, kernel, dy = (a.astype(np.float64) for a in (x, kernel, dy))
     exact = {"y": x @ kernel, "dx": dy @ kernel.T, "dkernel": x.T @ dy}
     for name, value in values.items():
@@ -103,10 +107,7 @@ def test_errors_are_those_of_numpy(scale, rng):
         assert 0.01 < wanted < 0.1
 
 
-@pytest.mark.parametrize(
-    ("products", "contracting"),
-    [(("forward", "dgrad", "wgrad"), "first"), (("dgrad", "wgrad"), "last"), (("dgrad",), "first")],
-)
+@pytest.mark.parametrize(("products", "contracting"), [(("forward", "wgrad"), "first"), (("dgrad", "wgrad"), "last")])
 def test_errors_of_the_head_are_those_of_numpy(products, contracting, rng):
     x, kernel, labels = normal(rng, 48, 64), normal(rng, 64, 32, scale=0.1), rng.integers(0, 32, 48)
     recipe, is_last = CurrentScaling(), contracting == "last"
@@ -119,8 +120,9 @@ def test_errors_of_the_head_are_those_of_numpy(products, contracting, rng):
     (row,) = compare(loss, params, x, argnums=(0, 1)).layers
     assert row.layer == "head"
     in_fp8 = "forward" in products
-    logits = np.asarray(ops.dense(x, kernel, recipe=recipe) if in_fp8 else x @ kernel, np.float64)
-    gradients, dx = jax.grad(loss, argnums=(0, 1))(params, x)
+    logits = result_and_gradients(x, kernel, normal(rng, 48, 32), recipe)[0] if in_fp8 else x @ kernel
+    logits = np.asarray(logits, np.float64)
+    gradients, dx = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
     shares = np.exp(logits - logits.max(1, keepdims=True))
     dy = (shares / shares.sum(1, keepdims=True) - np.eye(32)[labels]) / 48
     x64, kernel64 = x.astype(np.float64), kernel.astype(np.float64)
@@ -138,43 +140,55 @@ def test_errors_of_the_head_are_those_of_numpy(products, contracting, rng):
         assert getattr(row, name) == pytest.approx(wanted, rel=1e-3)
         assert 0.01 < wanted < 0.1
 
-    # Chunks of tokens are compared one by one, so dkernel has another mean error.
-    in_chunks = functools.partial(loss, chunk_tokens=16)
-    (chunks,) = compare(in_chunks, params, x, argnums=(0, 1)).layers
-    for name in ("y", "dx", "dkernel"):
-        np.testing.assert_allclose(getattr(chunks, name), getattr(row, name), rtol=0.5)
+    if in_fp8:  # Chunks of tokens are compared one by one, so dkernel has another mean error.
+        (chunks,) = compare(functools.partial(loss, chunk_tokens=16), params, x, argnums=(0, 1)).layers
+        for name in ("y", "dx", "dkernel"):
+            np.testing.assert_allclose(getattr(chunks, name), getattr(row, name), rtol=0.5)
 
 
-def test_layers_that_fp8_cannot_take(rng):
-    params = {"up": normal(rng, 64, 64), "odd": normal(rng, 64, 3)}
+def test_layers_that_fp8_cannot_take_are_named_below_the_table(rng, tmp_path, monkeypatch):
+    """Those with a bias and an activation are compared by their products."""
+    params = {"up": normal(rng, 64, 64), "bias": normal(rng, 64), "odd": normal(rng, 64, 3)}
 
     def loss(params, x):
-        return jnp.sum(ops.dense(jnp.tanh(ops.dense(x, params["up"])), params["odd"]))
+        h = ops.dense(x, params["up"], params["bias"], activation="gelu")
+        return jnp.sum(ops.dense(h, params["odd"]))
 
-    found = compare(loss, params, normal(rng, 16, 64), recipe=CurrentScaling())
-    assert [row.layer for row in found.layers] == ["up"]
+    found = compare(loss, params, normal(rng, 16, 64), recipe=CurrentScaling(), argnums=(0, 1))
+    (row,) = found.layers
+    assert row.layer == "up"
+    assert all(0.005 < error < 0.15 for error in (row.y, row.dx, row.dkernel)), row
     assert list(found.plain) == ["odd"]
     assert "3 features out" in found.plain["odd"]
-    assert "odd stays as it is: kernel has shape (64, 3)" in str(found)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["layer", "y", "dx", "dkernel", "nonfinite", "worst", "tensor"]
+    assert lines[2].startswith("up ")
+    assert lines[-1].startswith("odd stays as it is: kernel has shape (64, 3)")
+    assert hash(found) == hash(found)
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").stat().st_size > 1000
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(ImportError, match="a plot needs matplotlib"):
+        found.plot(tmp_path / "again.png")
 
 
 def test_experts_and_mlps(rng):
-    """Gated MLPs and experts are compared product by product, with a bias and an activation."""
+    """Gated MLPs and experts are compared product by product."""
     x, sizes = normal(rng, 256, 64), np.array([128, 128], np.int32)
     params = {"gate": normal(rng, 64, 32), "up": normal(rng, 64, 32), "down": normal(rng, 32, 64)}
-    params |= {"experts": normal(rng, 2, 64, 32), "bias": normal(rng, 16), "last": normal(rng, 32, 16)}
+    params |= {"experts": normal(rng, 2, 64, 32)}
     # GPUs have plain products of experts in this dtype alone.
     params, x = jax.tree.map(lambda value: value.astype(jnp.bfloat16), (params, x))
 
     def loss(params, x):
         kernels = tuple(params[name] for name in ("gate", "up", "down"))
         y = ops.gated_mlp(x, kernels, recipe=BlockScaling()) * 0.01
-        y = ops.grouped_dense(y, params["experts"], sizes, recipe=BlockScaling())
-        y = ops.dense(y, params["last"], params["bias"], activation="gelu", recipe=BlockScaling())
-        return jnp.mean(y**2)
+        return jnp.mean(ops.grouped_dense(y, params["experts"], sizes, recipe=BlockScaling()) ** 2)
 
     found = compare(loss, params, x, argnums=(0, 1))
-    assert {row.layer for row in found.layers} == {"gate", "up", "down", "experts", "last"}
+    assert {row.layer for row in found.layers} == {"gate", "up", "down", "experts"}
     for row in found.layers:
         for error in (row.y, row.dx, row.dkernel):
             assert 0.005 < error < 0.15, row
@@ -198,28 +212,6 @@ def test_collective_products(rng, require_devices):
     for row in found.layers:
         for error in (row.y, row.dx, row.dkernel):
             assert 0.005 < error < 0.15, row
-
-
-def test_table_and_plot(rng, tmp_path, monkeypatch):
-    found = compare(model(), params_of(rng, 2), normal(rng, 32, 64), recipe=CurrentScaling())
-    lines = str(found).splitlines()
-    assert lines[0].split() == ["layer", "y", "dx", "dkernel", "nonfinite", "worst", "tensor"]
-    assert lines[2].startswith(found.layers[0].layer)
-    assert len(lines) == 4
-    assert hash(found) == hash(found)
-    pytest.importorskip("matplotlib")
-    found.plot(tmp_path / "errors.png")
-    assert (tmp_path / "errors.png").stat().st_size > 1000
-    import_ = builtins.__import__
-
-    def without_matplotlib(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return import_(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    with pytest.raises(ImportError, match="a plot needs matplotlib"):
-        found.plot(tmp_path / "again.png")
 
 
 def test_refusals(rng):

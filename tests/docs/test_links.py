@@ -81,11 +81,7 @@ def test_the_index_links_every_page_and_notebook():
 
 @pytest.mark.parametrize(
     ("page", "notebook"),
-    [
-        ("fp8", "fp8_linear"),
-        ("adam", "low_precision_adam"),
-        ("linear_cross_entropy", "quickstart"),
-    ],
+    [("fp8", "fp8_linear"), ("adam", "low_precision_adam"), ("linear_cross_entropy", "quickstart")],
 )
 def test_a_page_links_the_notebook_of_its_subject(page, notebook):
     assert ROOT / "notebooks" / f"{notebook}.ipynb" in {path for path, _ in links(ROOT / "docs" / f"{page}.md")}

@@ -426,27 +426,22 @@ def test_inserted(op_name, attributes, inserted, marks, monkeypatch):
     assert hlo.parse(text)[0].inserted == ((not marks) if inserted == "by groups" else inserted)
 
 
-@pytest.mark.parametrize("text", ["", "module @jit_f {\n}", "ENTRY %main () -> f32[] {\n}"])
-def test_text_that_is_no_program_is_refused(text):
-    with pytest.raises(ValueError, match="must begin with HloModule"):
+REDUCED = "  %r = f32[8,16]{{1,0}} all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((text, "must begin with HloModule") for text in ("", "module @jit_f {\n}", "ENTRY %main () -> f32[] {\n}")),
+        (program('  %r = f32[8] all-reduce(%x, f32[8] %y, ")"'), "a bracket is never closed in 'f32"),
+        *((program(REDUCED.format(groups)), "cannot be read") for groups in ("[a]", "[8]", "[2,4]<=[8]T")),
+        # An operand of unknown size is not taken for nothing.
+        (program(ALL_REDUCE.replace("%x", "%absent")), "operand '%absent' is not in its computation"),
+    ],
+)
+def test_text_that_cannot_be_read_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
         hlo.parse(text)
-
-
-def test_text_that_was_torn_is_refused():
-    with pytest.raises(ValueError, match="a bracket is never closed in 'f32"):
-        hlo.parse(program('  %r = f32[8] all-reduce(%x, f32[8] %y, ")"'))
-
-
-@pytest.mark.parametrize("groups", ["[a]", "[8]", "[2,4]<=[8]T"])
-def test_groups_that_cannot_be_read_are_not_guessed(groups):
-    text = program(f"  %r = f32[8,16]{{1,0}} all-reduce(%x), replica_groups={groups}, to_apply=%add")
-    with pytest.raises(ValueError, match="cannot be read"):
-        hlo.parse(text)
-
-
-def test_an_operand_of_unknown_size_is_not_taken_for_nothing():
-    with pytest.raises(ValueError, match="operand '%absent' is not in its computation"):
-        hlo.parse(program("  %r = f32[8,16]{1,0} all-reduce(%absent), replica_groups={}, to_apply=%add"))
 
 
 def test_table():
@@ -508,17 +503,6 @@ def test_a_product_over_a_split_dimension_is_all_reduced(mesh):
         hlo.assert_no_resharding(product, x, w, allowed=("all-gather",))
 
 
-def test_selecting_along_a_split_dimension_reshards(mesh):
-    def select(x, i):
-        return x[i]
-
-    i = like(mesh, (), dtype=jnp.int32)
-    hlo.assert_no_resharding(select, like(mesh, (32, 16), None, "a"), i)
-    with pytest.raises(AssertionError, match=r"all-gather of f32\[8,16\], 512 bytes over 'a'") as raised:
-        hlo.assert_no_resharding(select, like(mesh, (32, 16), "a", None), i)
-    assert f"at {line_of(select, 1)}" in str(raised.value)
-
-
 # What each device, which holds [8, 8], has afterwards.
 BY_HAND = {
     "all-reduce": (lambda x: lax.psum(x, "a"), P(None, "b"), 64),
@@ -560,16 +544,6 @@ def test_what_is_resharded_at_the_edge_of_shard_map_is_inserted(mesh):
     assert (inserted.kind, inserted.inserted, inserted.bytes) == ("all-to-all", True, 8 * 16 * 4)
     assert (by_hand.kind, by_hand.inserted) == ("all-reduce", False)
     hlo.assert_no_resharding(mapped, like(mesh, (32, 16), None, "a"))
-
-
-def test_what_is_inserted_along_automatic_axes_for_a_collective_is_told_apart(mesh):
-    def gathered(x, w):
-        return lax.all_gather(x @ w, "a", tiled=True).sum()[None]
-
-    mapped = jax.shard_map(gathered, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
-    found = hlo.collectives(mapped, like(mesh, (32, 16), "a", "b"), like(mesh, (16, 8), None, "b"))
-    assert [c.axis for c in found if not c.inserted] == [("a",)]
-    assert {c.axis for c in found if c.inserted} == {("b",)}
 
 
 @pytest.mark.parametrize("constrain", [lax.with_sharding_constraint, jax.sharding.reshard])

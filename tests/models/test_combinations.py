@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parameters import covering_rows, drawn
-from test_tensor_parallel import jit, random_params
+from test_decoder import random_params
+from test_tensor_parallel import jit
 
 from te_jax import checkpoint_policies, debug, models, native, ops, optim
 from te_jax._core import observe
@@ -133,23 +134,15 @@ REFUSED = [
     ({"loop": ("decoder", "apply"), "offload": ("native",)}, "offload has implementation='native': apply_layers"),
     ({"loop": ("scan",), "offload": ("native",), "mesh": ("data",)}, "arrays may be split over devices here"),
     ({"remat": ("all",), "offload": ("attention",)}, "offload has the names .*te_attention_output.*let remat keep"),
-    (
-        {"loop": _OWN, "mesh": ("data",), "axes": ("explicit",), "mlp": ("experts",)},
-        r"experts are split over \['data'\], and the sort is over all tokens: call it inside shard_map",
-    ),
-    (
-        {"loop": ("apply",), "mesh": _FSDP[:3], "recipe": ("rowwise", "mxfp8"), "kernels": ("quantized once",)},
-        r"params\[0\].* is quantized by .* devices that have parts cannot agree on them",
-    ),
-    (
-        {"loop": _OWN, "mesh": ("context",), "kernels": ("quantized once",), "lora": (None,)},
-        r"wgrad_accumulator\[0\] is the same on all devices along \['context'\]",
-    ),
-    (
-        {"loop": _OWN, "mesh": ("context",), "head gradient": ("in place",), "lora": (None,), "microbatches": (3,)},
-        r"wgrad_accumulator is the same on all devices along \['context'\]",
-    ),
-]
+    ({"loop": _OWN, "mesh": ("data",), "axes": ("explicit",), "mlp": ("experts",)},
+     r"experts are split over \['data'\], and the sort is over all tokens: call it inside shard_map"),
+    ({"loop": ("apply",), "mesh": _FSDP[:3], "recipe": ("rowwise", "mxfp8"), "kernels": ("quantized once",)},
+     r"params\[0\].* is quantized by .* devices that have parts cannot agree on them"),
+    ({"loop": _OWN, "mesh": ("context",), "kernels": ("quantized once",), "lora": (None,)},
+     r"wgrad_accumulator\[0\] is the same on all devices along \['context'\]"),
+    ({"loop": _OWN, "mesh": ("context",), "head gradient": ("in place",), "lora": (None,), "microbatches": (3,)},
+     r"wgrad_accumulator is the same on all devices along \['context'\]"),
+]  # fmt: skip
 """Values that do not go together, and what the sentence says."""
 
 
@@ -257,16 +250,9 @@ def loss_of_layers(row, config, mesh, parallel):
         x = ops.rms_norm(x, params["final_norm"], implementation=row["implementation"])
         head = dense_kernels((params["embedding"].T if config.tied_head else params["head"],))
         (kernel,), (accumulator,) = head["kernel"], head["wgrad_accumulator"]
-        return ops.linear_cross_entropy(
-            x,
-            kernel,
-            targets,
-            wgrad_accumulator=accumulator,
-            accumulate=head["accumulate"],
-            recipe=config.head_recipe,
-            fp8_products=config.head_fp8_products,
-            implementation=row["implementation"],
-        )
+        of_head = {"recipe": config.head_recipe, "fp8_products": config.head_fp8_products}
+        of_head |= {"wgrad_accumulator": accumulator, "accumulate": head["accumulate"]}
+        return ops.linear_cross_entropy(x, kernel, targets, **of_head, implementation=row["implementation"])
 
     if context is None:
         return loss
@@ -341,9 +327,7 @@ def operands_of(row, draw):
     states = models.init_scaling_state(config)
     tokens = jax.ShapeDtypeStruct((row["microbatches"], BATCH, TIME), jnp.int32)
     segments = None if row["segments"] == "none" else tokens
-    batches = tuple(
-        draw(name, like) for name, like in (("tokens", tokens), ("targets", tokens), ("segments", segments))
-    )
+    batches = draw("tokens", tokens), draw("targets", tokens), draw("segments", segments)
     specs = jax.tree.map(lambda _: P(), params)
     if mesh is not None and row["loop"] == "decoder":
         specs = models.param_specs(config, parallel)
@@ -402,14 +386,17 @@ def rows():
     return covering_rows(OPTIONS, [*_IMPLIED, *(values for values, _ in REFUSED)])
 
 
+_PARTS = 43  # of the rows, of which `make test` has the first
+
+
 def text_of(row):
     return ", ".join(f"{name}={value}" for name, value in row.items())
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 24))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, _PARTS))])
 def test_gradients_of_each_pair_are_traced(part):
     faults = {}
-    for row in rows()[part::24]:
+    for row in rows()[part::_PARTS]:
         try:
             trace(row)
         except Exception as error:
@@ -427,14 +414,8 @@ def test_what_does_not_go_together_is_refused_by_a_sentence(values, words):
             trace(row)
 
 
-EXACT = {
-    "recipe": "none",
-    "head": "none",
-    "logits": "plain",
-    "kernels": "plain",
-    "dtype": "float32",
-    "watch": "nothing",
-}
+EXACT = dict.fromkeys(("recipe", "head"), "none") | dict.fromkeys(("logits", "kernels"), "plain")
+EXACT |= {"dtype": "float32", "watch": "nothing"}
 """Values with which gradients are those of one device up to the order of sums; and no residual is stored in FP8."""
 
 

@@ -15,9 +15,12 @@ CONFIG = dataclasses.replace(PRESETS["nano"], num_layers=1)
 MANY = np.tile([[7, 8, 9]], (2000, 1))
 
 
+jit_init, jit_apply = (jax.jit(function, static_argnames="config") for function in (init, apply))
+
+
 @pytest.fixture(scope="module")
 def params():
-    return init(CONFIG, jax.random.key(0))
+    return jit_init(config=CONFIG, key=jax.random.key(0))
 
 
 def by_whole_sequences(params, tokens, config, count):
@@ -58,7 +61,7 @@ def test_a_text_that_has_ended_repeats_its_end(params):
 
 
 def test_tokens_are_drawn_by_their_probability_among_the_likeliest(params):
-    logits = np.asarray(apply(params, MANY[:1], CONFIG), np.float64)[0, -1]
+    logits = np.asarray(jit_apply(params, MANY[:1], config=CONFIG), np.float64)[0, -1]
     temperature, top_p = 0.5, 0.7
     scaled = np.exp(logits / temperature - (logits / temperature).max())
     scaled /= scaled.sum()
@@ -78,7 +81,7 @@ def test_tokens_are_drawn_by_their_probability_among_the_likeliest(params):
 @pytest.mark.parametrize(("temperature", "top_p"), [*((t, 1.0) for t in (1e-30, 1e-38, 1e-39, 1e-300)), (1.0, 1e-40)])
 def test_the_likeliest_token_is_drawn_at_the_smallest_numbers(temperature, top_p, params):
     options = {"max_new_tokens": 1, "temperature": temperature, "top_p": top_p, "key": jax.random.key(1)}
-    likeliest = jnp.argmax(apply(params, MANY[:1], CONFIG)[0, -1])
+    likeliest = np.argmax(jit_apply(params, MANY[:1], config=CONFIG)[0, -1])
     np.testing.assert_array_equal(generate(params, MANY, CONFIG, **options), likeliest)
 
 
@@ -93,7 +96,7 @@ def test_every_token_is_drawn_alike_at_the_largest_temperature(params):
 
 @pytest.mark.parametrize(("top_p", "kept"), [(1.0, 8), (0.5, 4), (0.51, 5), (1e-40, 1)])
 def test_as_few_tokens_as_have_top_p_are_drawn_among_equal_ones(top_p, kept):
-    logits = jnp.tile(jnp.array([-30.0, 20.125, *[20.125] * 7, 16.0]), (500, 1))
+    logits = np.tile(np.float32([-30.0, 20.125, *[20.125] * 7, 16.0]), (500, 1))
     found = jax.jit(_drawn)(logits, jnp.float32(1e-3), jnp.float32(top_p), jax.random.key(0))
     assert found.dtype == jnp.int32
     assert set(found.tolist()) == set(range(1, 1 + kept))
@@ -102,17 +105,18 @@ def test_as_few_tokens_as_have_top_p_are_drawn_among_equal_ones(top_p, kept):
 def test_logits_are_not_rounded_to_16_bits_before_the_largest_is_taken():
     """Two tokens whose logits differ by less than bfloat16 has digits."""
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), init(config, jax.random.key(0)))
+    params = jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), jit_init(config=config, key=jax.random.key(0)))
     tokens = np.array([[1, 2, 3]])
     width, vocab_size = params["head"].shape
-    x = apply(params | {"head": jnp.eye(width, vocab_size, dtype=jnp.bfloat16)}, tokens, config)[0, -1, :width]
+    eye = np.eye(width, vocab_size, dtype=jnp.bfloat16)
+    x = jit_apply(params | {"head": eye}, tokens, config=config)[0, -1, :width]
     likely = np.asarray(x, np.float32) / 4
     more = likely.copy()
     more[np.argsort(abs(likely))[width // 2]] *= 1 + 2**-7
     head = np.zeros((width, vocab_size), np.float32)
     head[:, 5], head[:, 9] = likely, more
-    params["head"] = jnp.asarray(head, jnp.bfloat16)
-    logits = apply(params, tokens, config)[0, -1]
+    params["head"] = np.asarray(head, jnp.bfloat16)
+    logits = np.asarray(jit_apply(params, tokens, config=config)[0, -1])
     assert logits[5] == logits[9] > 4
     assert generate(params, tokens, config, max_new_tokens=1) == 9
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from parameters import in_turns
 
 from te_jax.layers import Router
 from te_jax.models import (
@@ -49,7 +50,7 @@ E4M3 = Quantization(jnp.dtype("float8_e4m3fn"), "tensor", "tensor")
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 
 load = functools.cache(lambda name: from_hf(HF / name))
-jit_apply = jax.jit(apply, static_argnums=2)
+jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
 
 
 @functools.cache
@@ -62,13 +63,13 @@ def fields_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def folder_with(folder, like, changes=(), remove=(), text=None):
+def folder_with(folder, like, changes=(), remove=()):
     """A folder with the tensors of another one, and a changed config.json."""
     folder.mkdir()
     for path in (HF / like).glob("model*"):
         (folder / path.name).symlink_to(path)
     fields = {name: value for name, value in fields_of(HF / like).items() if name not in remove}
-    (folder / "config.json").write_text(json.dumps(fields | dict(changes)) if text is None else text)
+    (folder / "config.json").write_text(json.dumps(fields | dict(changes)))
     return folder
 
 
@@ -92,7 +93,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss"])
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -106,7 +107,12 @@ def test_adapters_are_made_beside_a_model():
     config, params = from_hf(HF / "llama_tied", lora=Lora(2))
     adapters, frozen = split_adapters(params)
     assert_equal(frozen, load("llama_tied")[1])
-    assert_equal(adapters, split_adapters(init(config, jax.random.key(0)))[0])
+    drawn = jax.eval_shape(lambda: split_adapters(init(config, jax.random.key(0)))[0])
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), adapters) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), drawn
+    )
+    for path, leaf in jax.tree.leaves_with_path(adapters):  # the second ones begin as 0
+        assert np.any(leaf) != path[-1].key.endswith("_b"), path
 
 
 def test_no_file_of_a_folder_is_overwritten(tmp_path):
@@ -119,7 +125,7 @@ def test_no_file_of_a_folder_is_overwritten(tmp_path):
 def quantized(folder, rng):
     """A gpt-oss whose experts are in MXFP4, and the values of its first gates."""
     config = dataclasses.replace(config_from_hf(HF / "gpt_oss"), num_layers=1, window=None, hidden_size=64, mlp_size=32)
-    params = init(config, jax.random.key(0))
+    params = jit_init(config, jax.random.key(0))
     to_hf(folder / "plain", config, params)
     tensors = Tensors.open(folder / "plain")
     found = {name: tensors.read(name) for name in tensors.types}
@@ -169,8 +175,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("name", "precision"), in_turns(FEW, [*PRECISIONS]))
 def test_logits_in_less_than_float32(name, precision):
     changes, (least, most) = PRECISIONS[precision]
     config, params = load(name)
@@ -181,16 +186,12 @@ def test_logits_in_less_than_float32(name, precision):
     assert least < error < most
 
 
-def test_parameters_in_bfloat16_are_the_bits_of_the_file():
-    _, params = from_hf(HF / "mistral", param_dtype="bfloat16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    assert_equal(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), load("mistral")[1])
-
-
 def test_changes_say_how_it_is_computed():
-    config, _ = from_hf(HF / "qwen3", dtype="bfloat16", remat=True, recipe=BlockScaling())
-    assert config == dataclasses.replace(load("qwen3")[0], dtype="bfloat16", remat=True, recipe=BlockScaling())
-    assert config == config_from_hf(HF / "qwen3", dtype="bfloat16", remat=True, recipe=BlockScaling())
+    changes = {"dtype": "bfloat16", "remat": True, "recipe": BlockScaling()}
+    config, params = from_hf(HF / "qwen3", param_dtype="bfloat16", **changes)
+    assert config == config_from_hf(HF / "qwen3", **changes) == dataclasses.replace(load("qwen3")[0], **changes)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    assert_equal(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), load("qwen3")[1])
 
 
 def test_each_device_reads_its_own_part(require_devices, monkeypatch):
@@ -354,17 +355,13 @@ def test_what_cannot_be_written(name, changes, like, words, tmp_path):
 # As on the hub, of which bos_token_id and the like are left out; numbers of parameters are those that the hub names.
 _SILU = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
 _UNBIASED = _SILU | {"attention_bias": False, "attention_dropout": 0.0}
-_LLAMA = _UNBIASED | {"model_type": "llama", "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-5}
-_LLAMA3 = _LLAMA | {
+_LLAMA3 = _UNBIASED | {
+    **{"model_type": "llama", "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-5},
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False},
     **{"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0},
     **{"max_position_embeddings": 131072, "eos_token_id": [128001, 128008, 128009]},
 }
-_OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_MISTRAL = _SILU | {
-    **{"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768},
-    **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    **{"tie_word_embeddings": False, "attention_dropout": 0.0},
-}
+_SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _QWEN = _SILU | {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "use_sliding_window": False}
 _QWEN |= {"tie_word_embeddings": False, "rope_theta": 1000000.0}
 _QWEN3 = _QWEN | {
@@ -375,14 +372,10 @@ _GPT_OSS = _SILU | {
     **{"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": True, "vocab_size": 201088},
     **{"attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880},
     **{"initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131072},
-    **{
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
-    },
+    **{"layer_types": ["sliding_attention", "full_attention"] * 12, "num_attention_heads": 64},
+    **{"num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False},
     **{"num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False},
     **{"pad_token_id": 199999, "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9},
-    **{"sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False},
     "rope_scaling": {
         **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
         **{"rope_type": "yarn", "truncate": False},
@@ -390,23 +383,9 @@ _GPT_OSS = _SILU | {
 }
 HUB = {
     "Llama-3.1-8B": (
-        _LLAMA3
-        | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False}
-        | {"rope_scaling": _OF_LLAMA3 | {"factor": 8.0, "rope_type": "llama3"}},
+        _LLAMA3 | {"rope_scaling": _SCALED | {"factor": 8.0, "rope_type": "llama3"}},
         8_030_261_248,
         {"rope_scaling": RopeScaling("llama3", 8.0, 8192), "norm_eps": 1e-5},
-    ),
-    "Llama-3.2-1B": (
-        _LLAMA3
-        | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
-        | {"head_dim": 64, "rope_scaling": _OF_LLAMA3 | {"factor": 32.0, "rope_type": "llama3"}},
-        1_235_814_400,
-        {"rope_scaling": RopeScaling("llama3", 32.0, 8192), "tied_head": True},
-    ),
-    "Mistral-7B-v0.1": (
-        _MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
-        7_241_732_096,
-        {"window": 4096},
     ),
     "Qwen2.5-7B": (
         _QWEN
@@ -415,13 +394,6 @@ HUB = {
         | {"sliding_window": 131072, "use_mrope": False, "vocab_size": 152064},
         7_615_616_512,
         {"window": None, "attention_biases": ("query", "key", "value"), "qk_norm": False},
-    ),
-    "Qwen3-8B": (
-        _QWEN3
-        | {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36}
-        | {"num_hidden_layers": 36, "num_key_value_heads": 8},
-        8_190_735_360,
-        {"qk_norm": True, "attention_biases": (), "norm_eps": 1e-6},
     ),
     "Qwen3-30B-A3B": (
         _QWEN3
@@ -439,14 +411,6 @@ HUB = {
         | {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000},
         2_506_172_416,
         {"activation": "gelu", "tied_head": True, "zero_centered_norms": True, "scaled_embedding": True},
-    ),
-    "Mixtral-8x7B-v0.1": (
-        _MISTRAL
-        | {"model_type": "mixtral", "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000}
-        | {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False}
-        | {"router_aux_loss_coef": 0.02},
-        46_702_792_704,
-        {"experts": Experts(8, Router(2), balance_weight=0.02), "window": None},
     ),
     "gpt-oss-20b, dequantized": (
         _GPT_OSS,
@@ -471,8 +435,7 @@ def test_models_of_the_hub(name, tmp_path):
 
 
 def test_llama_3_8b_is_a_preset(tmp_path):
-    fields = HUB["Llama-3.1-8B"][0] | {"rope_scaling": None}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps(_LLAMA3))
     assert config_from_hf(tmp_path, dtype="bfloat16", remat=True) == PRESETS["8b"]
 
 
@@ -538,36 +501,25 @@ def _yarn(**changes):
         ("llama", {"is_causal": False}, "is_causal is False, and te_jax.models knows True alone"),
         ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "and of such models te_jax.models reads gpt-oss"),
         ("llama", {"model_type": "mamba"}, "model_type is 'mamba': te_jax.models knows llama, mistral"),
-        ("llama", {"model_type": None}, "model_type is missing"),
         ("llama", {"hidden_size": True}, "hidden_size is True: it must be of type int"),
-        ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("llama", {"hidden_size": "x" * 10**6}, "hidden_size is 'x{100}…"),
         ("qwen2", {"num_hidden_layers": 9999, "layer_types": ["sliding_attention", "full_attention"] * 4999 +
                    ["full_attention"], "sliding_window": 0}, r"window is \(0, None, 0.*…$"),
         ("llama", {"head_dim": 15}, "head_dim is 15"),
         ("llama", {"rms_norm_eps": 10**400}, "norm_eps is 1000"),
-        ("llama", {"mlp_bias": True}, "mlp_bias is True, and te_jax.models knows False alone"),
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu': te_jax.models knows silu, gelu_pytorch_tanh"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic': te_jax"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "of rotary positions: factor is missing"),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is unknown"),
         ("llama", _yarn(mscale=1.0), "'mscale' is unknown"),
         ("llama", _yarn(rope_theta=1), "rope_theta is 1.0: with yarn"),
-        ("llama", _yarn(original_max_position_embeddings=0), "original_length is 0"),
-        ("mistral", {"sliding_window": 0}, "window is 0"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "'layer_types' is unknown"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, and num_hidden_layers is 2"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types names others"),
         ("qwen2", {"layer_types": None, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and .* at most"),
-        ("qwen2", {"use_mrope": True}, "use_mrope is True"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts is 4: .* at least router.top_k, 5"),
         ("mixtral", {"router_aux_loss_coef": -1}, "balance_weight is -1"),
-        ("gpt_oss", {"attention_bias": False}, "attention_bias is False, and te_jax.models knows True alone"),
         ("gpt_oss", {"layer_types": None}, "layer_types is missing"),
-        ("gpt_oss", {"swiglu_limit": 0}, "limit is 0"),
         # These are configs that no tensors belong to.
         ("llama", {"num_hidden_layers": 10**9}, r"lacks 'model.layers.2.\S+', .*, which config.json asks for"),
         ("mixtral", {"num_local_experts": 10**9}, r"lacks 'model.layers.0.\S+experts.10.w1.weight"),
@@ -587,34 +539,21 @@ def test_configs_that_are_refused(like, changes, words, tmp_path, monkeypatch):
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"model_type": "llama", "rms_norm_eps": NaN}', "NaN is not JSON"),
-        ('{"a":' * 10**5, "invalid"),
-        ("[]", "it is no object"),
-        ('{"model_type": "llama", "model_type": "gemma"}', "'model_type' occurs twice"),
-        (" " * 10_000_001, "more than 10000000 bytes, which no model needs"),
-    ],
-    ids=["NaN", "nested", "list", "twice", "long"],
-)
-def test_files_that_are_no_config(text, words, tmp_path):
-    with pytest.raises(FolderError, match=words):
-        config_from_hf(folder_with(tmp_path / "new", "llama", text=text))
-
-
 def test_folders_without_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, file in (("empty", "README.md"), ("peft", "adapter_config.json"), ("pickle", "pytorch_model.bin")):
         pathlib.Path(name).mkdir()
         pathlib.Path(name, file).write_text("{}")
-    pathlib.Path("pipe").mkdir()
+    for name in ("pipe", "list"):
+        pathlib.Path(name).mkdir()
+    pathlib.Path("list/config.json").write_text("[]")
     os.mkfifo("pipe/config.json")  # which would be waited for
     for folder, words in {
         "empty": "empty holds no model, it has no config.json: give a folder that",
         "peft": "holds adapters of PEFT and no model: .* what merge_and_unload",
         "pickle": "holds pickles",
         "pipe": "config.json is no regular file",
+        "list": "the JSON in list/config.json is invalid: it is no object",
         "nowhere": "nowhere/config.json cannot be read: No such file",
         "org/name-1.5": "is no folder here: .* `hf download org/name-1.5 --local-dir name-1.5`",
         "x" * 300: "config.json cannot be read: File name too long",
@@ -700,6 +639,6 @@ def _changed(folder, change, like="llama"):
     return folder
 
 
-def test_shardings_that_are_none(tmp_path):
+def test_shardings_that_are_none():
     with pytest.raises(ValueError, match=r"shardings has .*: it needs to be a NamedSharding"):
         from_hf(HF / "llama", shardings=lambda config: jax.tree.map(lambda _: jax.devices()[0], load("llama")[1]))

@@ -81,15 +81,7 @@ def test_several_files_have_an_index_and_at_most_the_bytes_asked_for(rng, tmp_pa
     check_equal(Tensors.open(tmp_path), arrays)
 
 
-def test_a_folder_is_copied(arrays, tmp_path):
-    write_arrays(tmp_path / "a", arrays, largest_file_bytes=1000)
-    tensors = Tensors.open(tmp_path / "a")
-    write(tmp_path / "b", tensors.types, tensors.read)
-    check_equal(Tensors.open(tmp_path / "b"), arrays)
-
-
-def test_a_transposed_array_is_written_in_pieces(rng, tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors, "_PIECE_BYTES", 100)
+def test_a_transposed_array_is_written_in_its_own_order(rng, tmp_path):
     arrays = {"a": random_bits(rng, np.dtype(np.float32), (7, 33)).T, "b": rng.normal(size=(50, 4))[::-2]}
     write_arrays(tmp_path, arrays)
     check_equal(Tensors.open(tmp_path), arrays)
@@ -104,21 +96,6 @@ def test_a_tensor_is_an_aligned_read_only_view_of_the_file(arrays, tmp_path):
         assert not view.flags.owndata
         with pytest.raises(ValueError, match="read-only"):
             view[...] = 0
-
-
-def test_tensors_are_released_before_the_next_is_asked_for(tmp_path):
-    import weakref
-
-    former = []
-
-    def read(name):
-        assert not any(array() is not None for array in former)
-        array = np.zeros(3, np.float32)
-        former.append(weakref.ref(array))
-        return array
-
-    write(tmp_path, dict.fromkeys("abc", jax.ShapeDtypeStruct((3,), np.float32)), read)
-    assert len(former) == 3
 
 
 def test_a_folder_of_two_models_is_refused(tmp_path):
@@ -159,10 +136,9 @@ def test_links_out_of_the_folder_are_followed_as_the_cache_of_hugging_face_needs
     check_equal(Tensors.open(snapshot), arrays)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_the_package_of_hugging_face_reads_what_is_written(split, arrays, tmp_path):
+def test_the_package_of_hugging_face_reads_what_is_written(arrays, tmp_path):
     package = pytest.importorskip("safetensors")
-    write_arrays(tmp_path, arrays, largest_file_bytes=100 if split else 10**9)
+    write_arrays(tmp_path, arrays, largest_file_bytes=100)
     read = {}
     for path in tmp_path.glob("*.safetensors"):
         with package.safe_open(path, framework="np") as file:
@@ -181,17 +157,6 @@ def test_what_the_package_of_hugging_face_writes_is_read(arrays, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- refused to write
-
-
-def test_nothing_has_its_final_name_after_an_interrupted_write(tmp_path):
-    def read(name):
-        if name == "c":
-            raise KeyboardInterrupt
-        return np.zeros(3, np.float32)
-
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, dict.fromkeys("abc", jax.ShapeDtypeStruct((3,), np.float32)), read)
-    assert names_in(tmp_path) == []
 
 
 def test_a_full_disk_is_named_and_nothing_remains(tmp_path, monkeypatch):
@@ -306,9 +271,7 @@ INVALID = "the JSON in .*model.safetensors is invalid: "
         (file_of({}, header_bytes=2**64 - 1), "ends within its header, after 10 bytes"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .* `git lfs pull`"),
         (file_of(b""), INVALID + "it is no object"),
-        (file_of([]), INVALID + "it is no object"),
         (file_of(b'{"a": '), INVALID + "Expecting value"),
-        (file_of(b"{}{}"), INVALID + "Extra data"),
         (file_of("{}".encode("utf-16")), INVALID + "it is no object"),
         (file_of(b'{"\xff": 0}'), INVALID + "'utf-8' codec can't decode byte 0xff"),
         (file_of(b'{"\\ud800": 0}'), INVALID + "'utf-8' codec can't encode"),
@@ -325,12 +288,9 @@ INVALID = "the JSON in .*model.safetensors is invalid: "
         (file_of({"a": {"dtype": "I8", "shape": [4]}}, DATA), NO_ENTRY),
         (file_of({"a": entry(dtype=["I8"])}, DATA), NO_ENTRY),
         (file_of({"a": entry(shape="4")}, DATA), NO_ENTRY),
-        (file_of({"a": entry(data_offsets=[0])}, DATA), NO_ENTRY),
         (file_of({"a": entry(shape=[4.0])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(shape=[-4])}, DATA), NO_NUMBERS),
-        (file_of({"a": entry(shape=[[4]])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(data_offsets=[False, 4])}, DATA), NO_NUMBERS),
-        (file_of({"a": entry(data_offsets=[-4, 0])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(data_offsets=[0, 2**63])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(shape=[10**4000])}, DATA), NO_NUMBERS),
         (file_of({"a": entry(dtype="F4")}, DATA), "tensor 'a' of .* has the unknown dtype 'F4': known are BOOL, U8"),
@@ -348,7 +308,6 @@ INVALID = "the JSON in .*model.safetensors is invalid: "
         (file_of({"a": entry()}, b"dat"), "is truncated, 1 bytes are missing: download it again"),
         (file_of({"a": entry("U8", [2**62], [0, 2**62])}, DATA), f"is truncated, {2**62 - 4} bytes are missing"),
         (file_of({"a": entry()}, b"data+"), "has 1 bytes after its last tensor: download it again"),
-        (file_of({}, DATA), "has 4 bytes after its last tensor"),
     ],
 )  # fmt: skip
 def test_a_damaged_or_hostile_file(content, sentence, open_hostile):
@@ -404,12 +363,6 @@ def test_a_damaged_or_hostile_index(index, sentence, open_hostile):
         open_hostile({INDEX: text, "x.safetensors": both, "z.safetensors": both})
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 500
-
-
-def test_a_long_index(open_hostile, monkeypatch):
-    monkeypatch.setattr(safetensors, "_MOST_HEADER_BYTES", 100)
-    with pytest.raises(FolderError, match="has more than 100 bytes, which no model needs"):
-        open_hostile({INDEX: b"{" * 101})
 
 
 def test_pickles_are_not_read(open_hostile):
