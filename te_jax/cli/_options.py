@@ -155,6 +155,12 @@ class Options:
         action="store_true",
     )
     optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
+    parameters: str = _option(
+        "auto",
+        "dtype of the parameters that are trained; beside bfloat16 the optimizer keeps the other 16 bits of float32 "
+        "weights, which are the same then, while gradients and memory are smaller (auto is float32)",
+        choices=("auto", "float32", "bfloat16"),
+    )
     remat: bool | str = _option(
         False,
         "recompute blocks in the backward pass: less memory for a third more FLOPs (always for 8b and moe-3b); --remat "
@@ -346,8 +352,8 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
 
 def _kept(stored: StoredRun) -> dict[str, Any]:
     """Options of the run that is resumed, and defaults of those that are newer."""
-    # A run without `fsdp` is older than that: its devices have all parameters.
-    kept = dataclasses.asdict(Options(fsdp=1)) | stored.header["options"]
+    # A run without `fsdp` is older than that: its devices have all parameters. Nor could these have another dtype.
+    kept = dataclasses.asdict(Options(fsdp=1, parameters="float32")) | stored.header["options"]
     types = get_type_hints(Options)
     if unknown := sorted(kept.keys() - types.keys()):
         raise UserError(

@@ -111,12 +111,13 @@ class Defaults(NamedTuple):
     """What an option is that was left open, where the platform decides."""
 
     dtype: str  # of activations
+    parameters: str  # their dtype
     checkpoint_every: int  # steps
 
 
 def defaults_of(platform: str) -> Defaults:
     """All that depends on the platform alone."""
-    return Defaults("bfloat16", 1000) if platform == "gpu" else Defaults("float32", 100)
+    return Defaults("bfloat16", "float32", 1000) if platform == "gpu" else Defaults("float32", "float32", 100)
 
 
 def take_devices(options: Options) -> list[Any]:

@@ -49,6 +49,7 @@ class Model(NamedTuple):
     loss_name: str  # in the log
     config: DecoderConfig
     state_dtype: str  # of Adam's moments
+    parameters: str = "float32"  # dtype of those that are trained
     by_optax: bool = False  # whether optax computes the loss
 
 
@@ -90,6 +91,7 @@ class Plan:
             "checkpoint_every": self.checkpoint_every,
             "learning_rate": self.learning_rate,
             "dtype": self.config.dtype,
+            "parameters": self.models[0].parameters,
         }
 
 
@@ -122,7 +124,7 @@ def decide(options: Options, stored: StoredRun | None = None) -> tuple[Plan, tup
     )
     plan = Plan(
         options,
-        models=_models(options, config),
+        models=_models(options, config, defaults.parameters),
         learning_rate=options.learning_rate or _learning_rate(options, config),
         warmup_steps=options.steps // 20 if options.warmup_steps is None else options.warmup_steps,
         checkpoint_every=options.checkpoint_every or defaults.checkpoint_every,
@@ -264,6 +266,16 @@ def sha256_of(folder: str | Path) -> str:
         return Tensors.open(Path(folder)).digest()
 
 
+def is_bfloat16(folder: str | Path) -> bool:
+    """Whether all of a model's weights are bfloat16.
+
+    Raises:
+      UserError: the folder holds no model.
+    """
+    with reading(folder):
+        return {each.dtype for each in Tensors.open(Path(folder)).types.values()} == {jnp.dtype(jnp.bfloat16)}
+
+
 @contextlib.contextmanager
 def reading(folder: str | Path) -> Iterator[None]:
     """Turns what is wrong with a folder of Hugging Face into an error of the command."""
@@ -391,8 +403,17 @@ def _check_batch(options: Options, parts: int) -> None:
         )
 
 
-def _models(options: Options, config: DecoderConfig) -> tuple[Model, ...]:
-    own = Model("loss", config, STATE_DTYPES[options.optimizer_state])
+def _models(options: Options, config: DecoderConfig, parameters: str) -> tuple[Model, ...]:
+    in_bfloat16 = config.dtype == "bfloat16" and config.lora is None
+    if options.parameters == "bfloat16" and not in_bfloat16:
+        raise UserError(
+            "--parameters bfloat16 does not go with "
+            + ("--lora, whose adapters are float32" if config.lora else "activations in float32: add --dtype bfloat16")
+        )
+    parameters = parameters if options.parameters == "auto" else options.parameters
+    own = Model(
+        "loss", config, STATE_DTYPES[options.optimizer_state], parameters=parameters if in_bfloat16 else "float32"
+    )
     if not options.compare:
         return (own,)
     # A twin differs in one thing, so that the distance of the two curves is what that costs.

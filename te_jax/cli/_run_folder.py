@@ -375,12 +375,12 @@ def read_header(path: Path, option: str = "--out") -> dict[str, Any]:
     return headers[-1]
 
 
-def read_params(path: Path, like: Any) -> tuple[int, Any]:
-    """The last step that a run saved, and the parameters of its model then. The run may go on meanwhile.
+def read_state(path: Path, like: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The last step that a run saved, and a part of the state of its model then. The run may go on meanwhile.
 
     Args:
       path: of the run.
-      like: pytree of `jax.ShapeDtypeStruct` with shardings.
+      like: fields of `TrainState`, or parts of them, as pytrees of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
       UserError: no checkpoint is intact, or it cannot be read.
@@ -393,7 +393,7 @@ def read_params(path: Path, like: Any) -> tuple[int, Any]:
         damaged: dict[int, str] = {}
         for step in reversed(checkpoints.steps):
             try:
-                return step, checkpoints.restore_part(step, {"loss": {"params": like}})["loss"]["params"]
+                return step, checkpoints.restore_part(step, {"loss": like})["loss"]
             except DamagedError as error:
                 damaged[step] = str(error)
             except Exception as error:  # a damaged file without checksums raises errors of many types

@@ -9,7 +9,7 @@ from te_jax.models import join_adapters
 class TrainState(NamedTuple):
     """What one step turns into the next."""
 
-    params: Any  # that are trained, float32: those of the decoder, or its adapters
+    params: Any  # that are trained: those of the decoder in `Model.parameters`, or its adapters in float32
     optimizer: Any  # of the optax transform
     scaling: Any  # amax histories of delayed scaling; None with every other recipe
     kernels: Any  # like params: a QuantizedArray for each kernel that the optimizer quantized, None elsewhere

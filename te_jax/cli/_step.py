@@ -65,7 +65,8 @@ class Learner(NamedTuple):
 
 
 def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
-    """AdamW after clipping the gradient's norm, with moments in `model.state_dtype` that are rounded at random.
+    """AdamW after clipping the gradient's norm, with moments in `model.state_dtype` that are rounded at random, and the
+    rest of float32 weights where parameters are bfloat16.
 
     After warming up, the rate falls along a cosine to a twentieth of its peak. A norm of 0 clips nothing.
     """
@@ -83,6 +84,7 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
         weight_decay=0.1,
         mu_dtype=model.state_dtype,
         nu_dtype=model.state_dtype,
+        master_dtype="int16" if model.parameters == "bfloat16" else None,
         seed=jnp.uint32(options.seed),
     )
     if "optimizer" in options.offloaded:
@@ -176,7 +178,8 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     def begin(params: Any) -> TrainState:
         scaling = decoder.init_scaling_state(config)
         if config.lora is None:
-            return TrainState(params, optimizer.init(params), scaling, kernels_of(params))
+            params, optimizer_state = _rounded(params, optimizer, model.parameters)
+            return TrainState(params, optimizer_state, scaling, kernels_of(params))
         adapters, _ = split_adapters(decoder.init(config, jax.random.key(plan.options.seed)))
         kernels = jax.tree.map(lambda _: None, adapters)
         return TrainState(adapters, optimizer.init(adapters), scaling, kernels, frozen_of(params))
@@ -247,10 +250,27 @@ def _types(init: Callable[[jax.Array], TrainState], key: jax.Array) -> tuple[Tra
     return cast(TrainState, shapes), jax.tree.unflatten(jax.tree.structure(shapes), on_host)
 
 
+def _rounded(params: Any, optimizer: optax.GradientTransformation, dtype: str) -> tuple[Any, Any]:
+    """float32 parameters in another dtype, and the first state of the optimizer, which has what they lack."""
+    if dtype == "float32":
+        return params, optimizer.init(params)
+
+    def is_master(part: Any) -> bool:
+        return isinstance(part, optim.MasterWeightsState)
+
+    rounded = jax.tree.map(lambda param: param.astype(dtype), params)
+    first = jax.tree.map(
+        lambda part: part._replace(master=params) if is_master(part) else part,
+        optimizer.init(rounded),
+        is_leaf=is_master,
+    )
+    return rounded, optim.convert_state(optimizer, first, rounded)
+
+
 def _updated(params: Any, updates: Any, how: Any) -> tuple[Any, Any]:
     """New parameters, and beside them their `TrainState.kernels`."""
     if how is None:
-        return optax.apply_updates(params, updates), jax.tree.map(lambda _: None, params)
+        return optim.apply_updates(params, updates), jax.tree.map(lambda _: None, params)
     return optim.apply_updates(params, updates, requantize=how)
 
 
@@ -281,7 +301,8 @@ def _value_and_gradients(
     if count == 1:
         (gradients, scaling), losses = add(None, (jax.tree.map(lambda array: array[0], windows), None))
         return losses, gradients, scaling
-    zeros = jax.tree.map(jnp.zeros_like, (state.params, state.scaling))
+    sums = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), state.params)
+    zeros = sums, jax.tree.map(jnp.zeros_like, state.scaling)
     (gradients, scaling), losses = lax.scan(add, zeros, (windows, _shares(windows)))
     return jax.tree.map(jnp.mean, losses), jax.tree.map(lambda total: total / count, gradients), scaling
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from te_jax import optim
 from te_jax.cli import _placement, _plan, _run_folder, _text
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, decoder, from_hf, join_adapters, merge_adapters, split_adapters
@@ -55,7 +56,7 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
     folder = options.get("from_")
     folder = Path(folder) if folder is not None and Path(folder).is_dir() else None
     if config.lora is None:
-        step, params = _run_folder.read_params(path, like)
+        step, params = _params_of(path, like, options)
     elif folder is None:
         raise UserError(f"{path} has adapters of {options.get('from_')}, which is not there: bring the folder back")
     else:
@@ -67,10 +68,27 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
                 f"{folder} holds another model than that beside which the run in {path} trained its adapters: put the "
                 "files back that were there"
             )
-        step, adapters = _run_folder.read_params(path, split_adapters(like)[0])
+        step, adapters = _params_of(path, split_adapters(like)[0], options)
         config, params = merge_adapters(config, join_adapters(adapters, frozen.params))
     seq_len = options.get("seq_len") if options.get("from_") is None else None
     return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}", seq_len)
+
+
+def _params_of(path: Path, like: Any, options: dict[str, Any]) -> tuple[int, Any]:
+    """The last step of a run, and the parameters that it trains then."""
+    if options.get("parameters") != "bfloat16" or jax.tree.leaves(like)[0].dtype == jnp.bfloat16:
+        step, state = _run_folder.read_state(path, {"params": like})
+        return step, state["params"]
+
+    def in_dtype(dtype: jax.typing.DTypeLike) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
+
+    clipping = [None] if options["clip_norm"] else []
+    optimizer = [*clipping, {"master": in_dtype(jnp.int16)}]
+    step, state = _run_folder.read_state(path, {"params": in_dtype(jnp.bfloat16), "optimizer": optimizer})
+    masters = optim.MasterWeightsState(state["optimizer"][-1]["master"], None)
+    exact = optim.weights(state["params"], masters)
+    return step, jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), exact, like)
 
 
 def of_folder(path: Path, dtype: jax.typing.DTypeLike) -> Trained:

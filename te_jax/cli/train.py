@@ -337,8 +337,11 @@ def _model(learner: Learner, plan: Plan) -> Any:
     folder = plan.options.from_
     assert folder is not None
     places = jax.tree.map(lambda param: param.sharding, learner.params)
+    dtype = learner.params["embedding"].dtype
+    if plan.models[0].parameters == "bfloat16" and _plan.is_bfloat16(folder):
+        dtype = plan.models[0].parameters  # float32 copies would say the same, and may not fit
     with _plan.reading(folder):
-        return from_hf(folder, param_dtype=learner.params["embedding"].dtype, shardings=lambda _: places)[1]
+        return from_hf(folder, param_dtype=dtype, shardings=lambda _: places)[1]
 
 
 def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:

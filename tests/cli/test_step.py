@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runs import plan_of
 
-from te_jax import ops
+from te_jax import ops, optim
 from te_jax.cli import _step
 from te_jax.cli._run_folder import RunFolder
 from te_jax.cli._text import Tokens
@@ -18,6 +18,7 @@ from te_jax.models import PRESETS
 from te_jax.optim import ScaleByAdamState
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, DelayedScaling
+from te_jax.testing import relative_error
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
 
@@ -87,6 +88,25 @@ def test_moments_in_few_bytes_are_rounded_by_the_seed(rng):
 
     np.testing.assert_array_equal(moments(3), moments(3))
     assert (moments(3) != moments(4)).any()
+
+
+def test_parameters_in_bfloat16_are_rounded_from_the_same_weights(rng):
+    """Beside them the optimizer has the rest of float32 weights, bit for bit, which learn as float32 parameters do."""
+    windows, weights, found = drawn(rng, 2, 2, 17), jax.jit(optim.weights), {}
+    for dtype in ("float32", "bfloat16"):
+        learner = learner_of(parameters=dtype, dtype="bfloat16", microbatches=2, learning_rate=0.01, warmup_steps=0)
+        state = learner.init(jax.random.key(0))
+        before = weights(state.params, state.optimizer)
+        assert {param.dtype.name for param in jax.tree.leaves(state.params)} == {dtype}
+        for _ in range(4):
+            state, _ = learner.step(state, windows)
+        found[dtype] = before, weights(state.params, state.optimizer)
+    (before, after), (same, others) = found.values()
+    for one, another in zip(*map(jax.tree.leaves, (before, same)), strict=True):
+        np.testing.assert_array_equal(one, another)
+    steps, wanted = (jax.tree.leaves(jax.tree.map(np.subtract, of, before)) for of in (others, after))
+    for step, expected in zip(steps, wanted, strict=True):
+        assert relative_error(step, expected) < 0.03
 
 
 # -------------------------------------------------------------------------------------------------------- microbatches
