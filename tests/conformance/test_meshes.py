@@ -45,7 +45,7 @@ def rows(wanted, *, kinds=1, turn=None):
 # ------------------------------------------------------------------------------------------------------------------ jit
 
 
-@rows(lambda operation, layout: True, kinds=2)
+@rows(lambda operation, layout: True, kinds=2, turn=1)
 def test_jit(operation, layout, axis_type, rng):
     mesh = mesh_of(axis_type)
     _check(operation, layout, mesh, operation.step_of(operation.on(mesh, layout)), rng, set_mesh=axis_type is EXPLICIT)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
+from flax_apis import normal
 
 import te_jax.flax
 from te_jax.flax import convert, quantize_kernels, report
@@ -104,10 +105,6 @@ MODELS = {
     "attention": (Attention(), {f"mlp/{name}" for name in ("query", "key", "value", "out")}),
     "share_scope": (Adapted(), {"lora"}),
 }
-
-
-def normal(rng, shape, dtype=jnp.float32):
-    return jax.device_put(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def loss_of(model):
@@ -247,7 +244,7 @@ ALONE = {
     "own call": (OwnCall(32), "OwnCall has a __call__ of its own"),
     "dot_general": (nn.Dense(32, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k)), "it has a dot_general of"),
     "dot_general_cls": (
-        nn.Dense(32, dot_general_cls=te_jax.flax.make_dot_general_cls(BlockScaling())),
+        nn.Dense(32, dot_general_cls=lambda: jax.lax.dot_general),
         "it has a dot_general_cls of its own",
     ),
     "promote_dtype": (nn.Dense(32, promote_dtype=promote), "it has a promote_dtype of its own"),
@@ -566,10 +563,7 @@ def test_einsum_layers_with_another_result_say_so():
     ("arguments", "message"),
     [
         ((3, BlockScaling()), r"module is of type int; it must be a flax\.linen\.Module"),
-        (
-            (nn.Dense(16).bind({}), None),
-            "module Dense is bound or was made inside of another module; convert",
-        ),
+        ((nn.Dense(16).bind({}), None), "module Dense is bound or was made inside of another module; convert"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(arguments, message):

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax_apis import LINEN, NNX, both, normal
 from jax.sharding import PartitionSpec as P
+from parameters import in_turns
 
 from te_jax import ops
 from te_jax.layers import Norm, Router
@@ -110,14 +112,10 @@ def test_options_of_attention(api, monkeypatch):
     assert seen[-1].items() >= (expected | {"max_segments_per_seq": 5}).items()
 
 
-INIT = {
-    "GatedMLP": ("GatedMLP", 32, 48),
-    "Attention": ("Attention", 32, 4),
-    "MoE": ("MoE", 32, 8, 48, Router(2)),
-}
+INIT = {"GatedMLP": ("GatedMLP", 32, 48), "Attention": ("Attention", 32, 4), "MoE": ("MoE", 32, 8, 48, Router(2))}
 
 
-@pytest.mark.parametrize(("api", "name"), [(api, name) for name in INIT for api in (LINEN, NNX)], ids=str)
+@pytest.mark.parametrize(("name", "api"), in_turns(list(INIT), [LINEN, NNX]))
 def test_initializers_and_dtypes_of_parameters(rng, api, name):
     """Kernels begin with variance 1 / inputs, also those of experts, and each with numbers of its own."""
     ones, prefix = jax.nn.initializers.ones, "out" if name == "Attention" else "down"
@@ -136,56 +134,49 @@ def test_initializers_and_dtypes_of_parameters(rng, api, name):
         assert len({expert.tobytes() for expert in kernel}) == 8
 
 
-WITH_DROPOUT = {
-    "GatedMLP": ("GatedMLP", 32, 48),
-    "Attention": ("Attention", 32, 4),
-}
-
-
-@pytest.mark.parametrize(("api", "name"), [(api, name) for name in WITH_DROPOUT for api in (LINEN, NNX)], ids=str)
+@pytest.mark.parametrize(("name", "api"), in_turns(["GatedMLP", "Attention"], [NNX, LINEN]))
 def test_dropout_is_of_the_result(rng, api, name):
     x = normal(rng, (2, 16, 32))
-    model = api.make(api.layer(*WITH_DROPOUT[name], dropout_rate=0.5), rng, x, deterministic=True)
+    model = api.make(api.layer(*INIT[name], dropout_rate=0.5), rng, x, deterministic=True)
     y = np.asarray(api.jit(lambda model, x: model(x, deterministic=True))(model, x))
     dropped = np.asarray(api.with_dropout(model, x, rng))
     assert 0.3 < np.mean(dropped == 0) < 0.7
     np.testing.assert_allclose(dropped, np.where(dropped == 0, 0, 2 * y), rtol=1e-5)
 
 
-@both
-def test_dropout_of_a_block_is_of_both_parts(rng, api):
+@pytest.mark.parametrize(
+    ("api", "part", "layer"), [(LINEN, "mlp", "down_proj"), (NNX, "attention", "out")], ids=["linen", "nnx"]
+)
+def test_dropout_of_a_block_is_of_both_parts(rng, api, part, layer):
     x = normal(rng, (2, 16, 32))
     model = api.make(api.layer("TransformerBlock", 32, 48, 4, dropout_rate=0.5), rng, x, deterministic=True)
-    quiet = api.jit(lambda model, x: model(x, deterministic=True))
-    for part, layer in (("mlp", "down_proj"), ("attention", "out")):
-        parameters = api.parameters(model)
-        silent = {layer: {"kernel": np.zeros_like(parameters[part][layer]["kernel"])}}
-        without = api.replaced(model, parameters | {part: parameters[part] | silent})
-        y, dropped = quiet(without, x), api.with_dropout(without, x, rng)
-        assert 0.3 < np.mean(np.asarray(dropped) == np.asarray(x)) < 0.7
-        assert not np.any(np.asarray(y) == np.asarray(x))
+    parameters = api.parameters(model)
+    silent = {layer: {"kernel": np.zeros_like(parameters[part][layer]["kernel"])}}
+    without = api.replaced(model, parameters | {part: parameters[part] | silent})
+    y = api.jit(lambda model, x: model(x, deterministic=True))(without, x)
+    assert 0.3 < np.mean(np.asarray(api.with_dropout(without, x, rng)) == np.asarray(x)) < 0.7
+    assert not np.any(np.asarray(y) == np.asarray(x))
 
 
 @both
 def test_a_norm_adds_the_residual_first(rng, api):
     x, residual = normal(rng, (8, 32)), normal(rng, (8, 32))
-    for layer in (
+    layers = (
         api.layer("RMSNorm", 32, zero_centered=True),
         api.layer("NormLinear", 32, 16),
         api.layer("GatedMLP", 32, 48, norm="rms"),
-    ):
-        model = api.drawn(layer, rng, x)
-        (y, total), expected = api.jit(lambda model, x, r: (model(x, r), model(x + r)))(model, x, residual)
+    )
+    models = [api.drawn(layer, rng, x) for layer in layers]
+    found = api.jit(lambda models, x, r: [(model(x, r), model(x + r)) for model in models])(models, x, residual)
+    for (y, total), expected in found:
         np.testing.assert_array_equal(total, x + residual)
         assert_close(y, expected, tolerance=1e-6)
-    scale = api.parameters(api.make(api.layer("RMSNorm", 32, zero_centered=True), rng, x))["scale"]
-    assert not scale.any()
+    assert not api.parameters(api.make(layers[0], rng, x))["scale"].any()
 
 
-@both
-def test_layers_take_x_in_fp8(rng, api):
+def test_layers_take_x_in_fp8(rng):
     """A norm of one's own before them gives what the norm within them does, and hands its gradient on."""
-    recipe, x = BlockScaling(), normal(rng, (2, 128, 32))
+    api, recipe, x = LINEN, BlockScaling(), normal(rng, (2, 128, 32))
     norm = api.drawn(api.layer("RMSNorm", 32), rng, x)
     within, alone = (
         api.drawn(api.layer("GatedMLP", 32, 48, norm=kind, recipe=recipe), rng, x) for kind in ("rms", None)
@@ -231,12 +222,7 @@ REFUSED = {
     "dtype": (("Linear", 32, 16), {"dtype": jnp.int8}, {}, "dtype is int8; it must be float32"),
     "einsum": (("Einsum", "bti,bti->bt", (2, 6, 32), None), {}, {}, "einsum_str is .*: use jnp.einsum for other sums"),
     "dtype of an einsum": (("Einsum", "bti,io->bto", (32, 16), None), {"dtype": jnp.int8}, {}, "dtype is int8"),
-    "x in FP8 without a recipe": (
-        ("Linear", 32, 16),
-        {},
-        {"inputs": fp8(6, 32)},
-        "recipe is None, but x is a Quanti",
-    ),
+    "x in FP8 without a recipe": (("Linear", 32, 16), {}, {"inputs": fp8(6, 32)}, "recipe is None, but x is a Quanti"),
     "x of attention in FP8": (("Attention", 32, 4), {}, {"x": fp8(2, 6, 32)}, "recipe is None, but x is a Quantized"),
     "norm": (("GatedMLP", 32, 48), {"norm": "batch"}, {}, "norm is 'batch'; it must be 'rms', 'layer' or a te_"),
     "residual": (("GatedMLP", 32, 48), {}, {"residual": X}, "residual is given, and there is no norm that adds it"),
@@ -249,12 +235,7 @@ REFUSED = {
     "state of an embedding": (("Embed", 48, 32), {"recipe": DelayedScaling()}, {}, "whose state Embed does not hold"),
     "floats for an embedding": (("Embed", 48, 32), {}, {}, "inputs have dtype float32; they must be integers"),
     "heads": (("Attention", 32, 4), {"num_kv_heads": 3}, {}, r"num_kv_heads is 3 and num_heads 4; .* must divide"),
-    "dimensions": (
-        ("Attention", 32, 4),
-        {},
-        {"x": X[0]},
-        r"x has shape \(6, 32\); it must be \[batch, time",
-    ),
+    "dimensions": (("Attention", 32, 4), {}, {"x": X[0]}, r"x has shape \(6, 32\); it must be \[batch, time"),
     "features of a norm": (("RMSNorm", 48), {}, {}, r"x has shape \(2, 6, 32\); the norm needs 48 features"),
     "axis behind a norm": (("NormLinear", 32, 64), {"axis": 0}, {}, "axis is 0, and the norm is of the last one"),
     "axis of x in FP8": (
@@ -294,14 +275,51 @@ REFUSED = {
 OF_NNX = ("features of a norm", "axis behind a norm")  # what Linen's modules take from x, or have no argument for
 
 
-@pytest.mark.parametrize(
-    ("api", "name"),
-    [(api, name) for name in REFUSED for api in (LINEN, NNX) if api is NNX or name not in OF_NNX],
-    ids=str,
-)
-def test_refusals(rng, api, name):
+@pytest.mark.parametrize(("name", "api"), in_turns(list(REFUSED), [LINEN, NNX]))
+def test_refusals(api, name):
+    api = NNX if name in OF_NNX else api
     (kind, *sizes), arguments, call, message = REFUSED[name]
     first = {"Linear": "inputs", "LinearGeneral": "inputs", "Einsum": "inputs", "Embed": "inputs"}.get(kind, "x")
     call = {first: X, **call}
     with pytest.raises(ValueError, match=message):
         api.trace(api.layer(kind, *sizes, **arguments), **call)
+
+
+# Sizes with which a module is made, which refuses a wrong recipe and implementation before it runs.
+MADE = {
+    "Linear": (32, 32), "LinearGeneral": (32, 32), "Einsum": ("ab,bc->ac", (32, 32), None), "Embed": (32, 32),
+    "NormLinear": (32, 32), "GatedMLP": (32, 32), "Attention": (32, 2), "TransformerBlock": (32, 32, 2),
+    "MoE": (32, 4, 32, Router(2)), "DotGeneral": None,
+}  # fmt: skip
+
+
+def make(api, name, **arguments):
+    if name == "DotGeneral":
+        return getattr(api.library, name)(**{"recipe": None, **arguments})
+    layer = api.layer(name, *MADE[name], **arguments)
+    return layer() if api is LINEN else nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(0)))
+
+
+@both
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_refused_when_a_module_is_made(api, name):
+    make(api, name)
+    with pytest.raises(ValueError, match="recipe is 'block'; it must be a Recipe, such as"):
+        make(api, name, recipe="block")
+    message = "implementation is 'fast'; it must be None, 'native', 'xla' or 'reference'"
+    with pytest.raises(ValueError, match=message):
+        make(api, name, implementation="fast")
+    if name == "MoE":
+        with pytest.raises(
+            ValueError, match=r"router is 2; it must be a te_jax\.layers\.Router, such as Router\(top_k=2"
+        ):
+            api.layer("MoE", 32, 4, 32, 2)(**({} if api is LINEN else {"rngs": nnx.Rngs(0)}))
+    if name == "TransformerBlock":
+        for recipe in ({"attention": None}, {"attention": None, "mlp": "block"}):
+            with pytest.raises(ValueError, match="recipe "):
+                make(api, name, recipe=recipe)
+
+
+def test_names_are_those_of_each_library():
+    absent = {LINEN: ("Linear", "LinearGeneral"), NNX: ("Dense", "DenseGeneral")}
+    assert not any(hasattr(api.library, name) for api, names in absent.items() for name in names)

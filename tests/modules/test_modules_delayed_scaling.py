@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
 from flax.training.dynamic_scale import DynamicScale
@@ -53,8 +52,8 @@ def exact(model, parameters, x):
 
 @pytest.mark.parametrize(
     ("api", "model"),
-    [(LINEN, chain), (LINEN, of_flax), (NNX, of_flax), (NNX, stack)],
-    ids=["linen-chain", "linen-of_flax", "nnx-of_flax", "nnx-stack"],
+    [(LINEN, of_flax), (NNX, chain), (NNX, stack)],
+    ids=["linen-of_flax", "nnx-chain", "nnx-stack"],
 )
 def test_every_history_advances_with_an_optimizer(rng, model, api):
     # Growing inputs: no two steps observe the same.
@@ -190,22 +189,6 @@ def test_a_layer_that_a_step_leaves_out(rng, api):
             np.testing.assert_array_equal(state[0, 1:], before[path][0, :-1])
             assert state[0, 0] > 0
             np.testing.assert_array_equal(state[1:], before[path][1:])
-
-
-@both
-def test_state_survives_checkpoints(rng, api, tmp_path):
-    x = normal(rng, (16, 32))
-    model = api.drawn(api.layer("Linear", 32, 32, recipe=RECIPE), rng, x)
-    gradients_of = api.jit(lambda model, x: api.value_and_grad(mean_square)(model, x)[1])
-    model = api.overwrite(model, gradients_of(model, x))
-    tree = {"params": api.parameters(model), "states": api.states(model)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "orbax", tree)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "orbax", jax.eval_shape(lambda: tree))
-    jax.tree.map(np.testing.assert_array_equal, restored, tree)
-    other = api.with_states(api.replaced(model, restored["params"]), restored["states"])
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(gradients_of(m, x)) for m in (model, other)))
 
 
 @both

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax_apis import LINEN, NNX
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -39,44 +40,43 @@ class NNXBlock(nnx.Module):
         return x + self.down(nnx.silu(self.up(self.norm(x))))
 
 
-def compare(layer, layers, quantize, require_devices):
-    """Gradients on a mesh with those on one device."""
+@pytest.fixture
+def mesh(require_devices):
     require_devices(DEVICES)
+    return jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+
+
+def place(tree, mesh, specs):
+    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), tree, specs)
+
+
+def assert_same(found, expected, tolerance=1e-2):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(jax.device_get(one), jax.device_get(other), tolerance=tolerance)  # where roundings flip
+
+
+def test_linen(mesh, rng):
+    """Gradients on a mesh with those on one device."""
+    block = te_jax.flax.convert(LinenBlock(), BlockScaling())
+    layers = [LINEN.drawn(lambda: block, rng, X).variables["params"] for _ in range(2)]
+    quantize = te_jax.flax.requantize(block, {"params": layers[0]}, X)["params"]
     kernels = [how for how in jax.tree.leaves(quantize, is_leaf=lambda x: x is None) if how is not None]
     assert kernels == [Requantize(BlockScaling())] * 2
     fsdp = FSDP(DEVICES, quantize=quantize, reduce_dtype="float32")
 
     def loss(layers, fsdp=None):
-        return jnp.mean(jnp.sin(apply_layers(layer, layers, X, remat=True, fsdp=fsdp)))
+        y = apply_layers(lambda x, params: block.apply({"params": params}, x), layers, X, remat=True, fsdp=fsdp)
+        return jnp.mean(jnp.sin(y))
 
     expected = jax.jit(jax.grad(loss))(layers)
-    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
-    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
-    shared = jax.tree.map(place, layers, shard_specs(layers, fsdp))
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.grad(functools.partial(loss, fsdp=fsdp)))(shared)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_close(jax.device_get(one), jax.device_get(other), tolerance=1e-2)  # where roundings flip
-
-
-def test_linen(require_devices):
-    block = te_jax.flax.convert(LinenBlock(), BlockScaling())
-    layers = [block.init(jax.random.key(i), X)["params"] for i in range(2)]
-    quantize = te_jax.flax.requantize(block, {"params": layers[0]}, X)["params"]
-    compare(lambda x, params: block.apply({"params": params}, x), layers, quantize, require_devices)
-
-
-def test_nnx(require_devices):
-    blocks = nnx.List([NNXBlock(nnx.Rngs(i)) for i in range(2)])
-    te_jax.nnx.convert(blocks, BlockScaling())
-    graph = nnx.split(blocks[0])[0]
-    layers = [nnx.state(block) for block in blocks]
-    compare(lambda x, state: nnx.merge(graph, state)(x), layers, te_jax.nnx.requantize(blocks[0]), require_devices)
+        found = jax.jit(jax.grad(functools.partial(loss, fsdp=fsdp)))(place(layers, mesh, shard_specs(layers, fsdp)))
+    assert_same(found, expected)
 
 
 def linen_mlp(key):
     block = te_jax.flax.GatedMLP(64, dropout_rate=0.5)
-    params = block.init(jax.random.key(0), X[..., :64], deterministic=True)["params"]
+    params = jax.jit(functools.partial(block.init, deterministic=True))(jax.random.key(0), X[..., :64])["params"]
 
     def layer(x, part):
         return block.apply({"params": part[0]}, x, deterministic=False, rngs={"dropout": part[1]})
@@ -85,15 +85,14 @@ def linen_mlp(key):
 
 
 def nnx_mlp(key):
-    graph, state = nnx.split(te_jax.nnx.GatedMLP(64, 64, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=key)))
+    mlp = nnx.jit(lambda key: te_jax.nnx.GatedMLP(64, 64, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=key)))(key)
+    graph, state = nnx.split(mlp)
     return lambda x, state: nnx.merge(graph, state)(x), state  # draws by a key among its state
 
 
 @pytest.mark.parametrize("make", [linen_mlp, nnx_mlp])
-def test_dropout_is_of_each_device(make, require_devices):
-    require_devices(DEVICES)
+def test_dropout_is_of_each_device(make, mesh):
     layer, params = make(jax.random.key(1))
-    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
     x = np.concatenate([X[:1, :, :64]] * DEVICES)
     with jax.set_mesh(mesh):
         run = jax.jit(lambda params, x: apply_layers(layer, [params], x, remat=True, fsdp=FSDP(DEVICES)))
@@ -106,19 +105,18 @@ def test_dropout_is_of_each_device(make, require_devices):
 class Stack(nnx.Module):
     """Blocks that devices share, as docs/guides/fsdp.md has them."""
 
-    def __init__(self):
-        self.blocks = nnx.List([NNXBlock(nnx.Rngs(i)) for i in range(2)])
-        te_jax.nnx.convert(self.blocks, BlockScaling())
+    def __init__(self, blocks):
+        self.blocks = blocks
 
     def __call__(self, x, fsdp):
         graph, states = nnx.graphdef(self.blocks[0]), [nnx.state(block) for block in self.blocks]
         return apply_layers(lambda x, state: nnx.merge(graph, state)(x), states, x, remat=True, fsdp=fsdp)
 
 
-def test_nnx_kernels_that_are_quantized_once_for_several_microbatches(require_devices):
-    require_devices(DEVICES)
-    model, microbatches = Stack(), X.reshape(2, 2, *X.shape[1:])
-    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+def test_nnx_kernels_that_are_quantized_once_for_several_microbatches(mesh, rng):
+    blocks = nnx.List([NNX.drawn(lambda rngs: NNXBlock(rngs), rng)])
+    te_jax.nnx.convert(blocks, BlockScaling())
+    model, microbatches = Stack(blocks), X.reshape(2, 2, *X.shape[1:])
     quantizing = FSDP(DEVICES, quantize=te_jax.nnx.requantize(model.blocks[0]), reduce_dtype="float32")
 
     def gradients_of(model, fsdp, once=True):
@@ -131,42 +129,30 @@ def test_nnx_kernels_that_are_quantized_once_for_several_microbatches(require_de
 
     expected = nnx.jit(functools.partial(gradients_of, fsdp=None))(model)
     for block in model.blocks:
-        place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
         state = nnx.state(block)
-        nnx.update(block, jax.tree.map(place, state, shard_specs(state, quantizing)))
+        nnx.update(block, place(state, mesh, shard_specs(state, quantizing)))
     with jax.set_mesh(mesh):
         for fsdp, once in ((dataclasses.replace(quantizing, quantize=None), True), (quantizing, False)):
-            found = nnx.jit(functools.partial(gradients_of, fsdp=fsdp, once=once))(model)
-            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                assert_close(jax.device_get(one), jax.device_get(other), tolerance=1e-2)
+            assert_same(nnx.jit(functools.partial(gradients_of, fsdp=fsdp, once=once))(model), expected)
         with pytest.raises(ValueError, match=r"nnx\.Param and QuantizedKernel; leave out kernels that are"):
             nnx.jit(functools.partial(gradients_of, fsdp=quantizing))(model)
 
 
-def test_blocks_with_a_tensor_axis_share_what_is_left(require_devices):
-    """Parameters are split by both axes, and the layers by one."""
+def test_a_block_with_a_tensor_axis_shares_what_is_left(require_devices, rng):
+    """Parameters are split by both axes, and the layer by one."""
     require_devices(4)
     x = np.concatenate([X, X[::-1]], axis=1)  # whole blocks of the time of each device
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     arguments = {"num_heads": 4, "head_dim": 128, "recipe": BlockScaling()}
     make = functools.partial(te_jax.nnx.TransformerBlock, WIDTH, MLP, **arguments)
-    plain = [make(rngs=nnx.Rngs(i)) for i in range(2)]
-    graph_of_plain, states = nnx.split(plain[0])[0], [nnx.state(block) for block in plain]
-
-    def loss(states, x):
-        for state in states:
-            x = nnx.merge(graph_of_plain, state)(x)
-        return jnp.mean(jnp.sin(x))
-
-    expected = jax.jit(jax.grad(loss))(states, x)
+    plain = NNX.drawn(make, rng)
+    expected = nnx.jit(nnx.grad(lambda block, x: jnp.mean(jnp.sin(block(x)))))(plain, x)
     with jax.set_mesh(mesh):
-        graph, first = nnx.split(make(tensor_axis="tensor", rngs=nnx.Rngs(0)))
-    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
-    structure = jax.tree.structure(first)
-    states = [structure.unflatten(jax.tree.leaves(state)) for state in states]
-    states = [jax.tree.map(place, state, nnx.get_partition_spec(first)) for state in states]
-    fsdp = FSDP(2, quantize=te_jax.nnx.requantize(nnx.merge(graph, first)), reduce_dtype="float32")
-    specs = shard_specs(states, fsdp)
+        graph, shapes = nnx.split(NNX.abstract(functools.partial(make, tensor_axis="tensor")))
+    state = jax.tree.structure(shapes).unflatten(jax.tree.leaves(nnx.state(plain)))
+    state = place(state, mesh, nnx.get_partition_spec(shapes))
+    fsdp = FSDP(2, quantize=te_jax.nnx.requantize(nnx.merge(graph, state)), reduce_dtype="float32")
+    specs = shard_specs([state], fsdp)
     assert specs[0]["mlp"]["up_proj"]["kernel"].get_value() == P("fsdp", "tensor")
     assert specs[0]["mlp"]["down_proj"]["kernel"].get_value() == P(("tensor", "fsdp"))
     fsdp = dataclasses.replace(fsdp, specs=specs)
@@ -176,8 +162,7 @@ def test_blocks_with_a_tensor_axis_share_what_is_left(require_devices):
         return jax.lax.pmean(jnp.mean(jnp.sin(y)), ("fsdp", "tensor"))
 
     shared = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("fsdp", "tensor")), out_specs=P())
-    states = jax.tree.map(place, states, specs)
+    states = place([state], mesh, specs)
     assert shard_specs(states, fsdp) == specs
-    found = jax.jit(jax.grad(shared))(states, place(x, P("fsdp", "tensor")))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_close(jax.device_get(one), jax.device_get(other), tolerance=5e-2)
+    x = jax.device_put(x, NamedSharding(mesh, P("fsdp", "tensor")))
+    assert_same(jax.jit(jax.grad(shared))(states, x), expected, tolerance=5e-2)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_apis import LINEN, NNX, both, normal, sum_of_sines, value_and_gradients
+from flax_apis import LINEN, NNX, normal, sum_of_sines, value_and_gradients
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -71,7 +71,9 @@ def call(layer, x):
 
 
 def test_stacked_layers_and_remat(rng):
-    """The auxiliary loss of all layers from what the calls return: Linen with remat, against NNX without."""
+    """The auxiliary loss of all layers from what the calls return: Linen with remat, against NNX without, with all that
+    a layer may have."""
+    arguments = {"shared_features": 64, "expert_bias": True, "use_bias": True, "activation": GPT_OSS}
     x = normal(rng, (16, IN))
 
     def loss_fn(model, x):
@@ -81,7 +83,7 @@ def test_stacked_layers_and_remat(rng):
 
     results, parameters = [], None
     for api, remat in ((LINEN, True), (NNX, False)):
-        layer = api.layer("MoE", IN, EXPERTS, 16, ROUTER, expert_bias=True)
+        layer = api.layer("MoE", IN, EXPERTS, 16, ROUTER, **arguments)
         model = api.drawn(api.stack(layer, 2, remat=remat, call=call), rng, x)
         parameters = parameters or api.parameters(model)
         model = api.replaced(model, parameters)
@@ -91,10 +93,10 @@ def test_stacked_layers_and_remat(rng):
     jax.tree.map(functools.partial(assert_close, tolerance=1e-5), *results)
 
 
-@both
-def test_expert_parallel(rng, require_devices, api):
+def test_expert_parallel(rng, require_devices):
     """Created with all experts, applied to parts of them: the value of the module on one device."""
     require_devices(2)
+    api = LINEN
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     kernels, biases = api.named(("expert", None, None)), api.named(("expert", None))
     router = Router(2, score="sigmoid", scaling_factor=2.5)

@@ -175,9 +175,6 @@ class OwnKernel(nnx.Module):
         self.kernel = nnx.Param(rngs.params.normal((32, 32)))
         self.token_embedding = nnx.Param(jnp.ones(32))
 
-    def __call__(self, x):
-        return x @ self.kernel[...]
-
 
 class Foreign:
     class Einsum(nnx.Module):
@@ -193,92 +190,57 @@ class PackedKernel(NamedTuple):
     shape: tuple[int, ...]
 
 
-def with_lora(rngs):
+def linear_with(rngs, **attributes):
     layer = nnx.Linear(32, 32, rngs=rngs)
-    layer.kernel_lora_a = nnx.LoRAParam(jnp.ones((32, 2)))
-    layer.stats = nnx.data({"absmax": nnx.BatchStat(jnp.ones(()))})
-    layer.count = nnx.RngCount(jnp.uint32(0), tag="no obstacle")
+    for name, value in attributes.items():
+        setattr(layer, name, value())
     return layer
 
 
-def with_packed_kernel(rngs):
-    layer = nnx.Linear(32, 32, rngs=rngs)
-    layer.kernel = nnx.data(
-        PackedKernel(nnx.Param(jnp.ones((32, 32), jnp.int8)), nnx.Param(jnp.ones((1, 32))), (32, 32))
+def adapted(rngs):
+    return linear_with(
+        rngs,
+        kernel_lora_a=lambda: nnx.LoRAParam(jnp.ones((32, 2))),
+        stats=lambda: nnx.data({"absmax": nnx.BatchStat(jnp.ones(()))}),
+        count=lambda: nnx.RngCount(jnp.uint32(0), tag="no obstacle"),
     )
-    return layer
 
 
-def marked_by_qwix(rngs):
-    layer = nnx.Linear(32, 32, rngs=rngs)
-    layer.qwix_path = ("layer",)
-    return layer
+def packed(rngs):
+    values, scales = nnx.Param(jnp.ones((32, 32), jnp.int8)), nnx.Param(jnp.ones((1, 32)))
+    return linear_with(rngs, kernel=lambda: nnx.data(PackedKernel(values, scales, (32, 32))))
 
 
-def promote(arrays, *, dtype):
-    return arrays
-
-
+layer_of = functools.partial
+ODD = "features in, {} out: FP8 products need multiples of 16"
+NO_PRODUCT = "einsum_str 'bd,ef->bdef' is no product of inputs and a kernel as te_jax's Einsum computes them"
 ALONE = {
-    "own call": (lambda rngs: OwnCall(32, 32, rngs=rngs), "OwnCall has a __call__ of its own"),
-    "dot_general": (
-        lambda rngs: nnx.Linear(32, 32, dot_general=te_jax.nnx.DotGeneral(BlockScaling()), rngs=rngs),
-        "it has a dot_general of its own",
+    "OwnCall has a __call__ of its own": layer_of(OwnCall, 32, 32),
+    "it has a dot_general of its own": layer_of(nnx.Linear, 32, 32, dot_general=te_jax.nnx.DotGeneral(BlockScaling())),
+    "it has a dot_general_cls of its own": layer_of(
+        nnx.LinearGeneral, 32, 32, dot_general_cls=lambda: jax.lax.dot_general
     ),
-    "dot_general_cls": (
-        lambda rngs: nnx.LinearGeneral(32, 32, dot_general_cls=lambda: jax.lax.dot_general, rngs=rngs),
-        "it has a dot_general_cls of its own",
+    "it has a promote_dtype of its own": layer_of(nnx.Linear, 32, 32, promote_dtype=lambda arrays, *, dtype: arrays),
+    "it has a einsum_op of its own": layer_of(
+        nnx.Einsum, "ab,bc->ac", (32, 32), einsum_op=lambda *a, **k: jnp.einsum(*a, **k)
     ),
-    "promote_dtype": (
-        lambda rngs: nnx.Linear(32, 32, promote_dtype=promote, rngs=rngs),
-        "it has a promote_dtype of its own",
-    ),
-    "einsum_op": (
-        lambda rngs: nnx.Einsum("ab,bc->ac", (32, 32), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=rngs),
-        "it has a einsum_op of its own",
-    ),
-    "preferred_element_type": (
-        lambda rngs: nnx.Linear(32, 32, preferred_element_type=jnp.float32, rngs=rngs),
-        "it has a preferred_element_type of its own",
-    ),
-    "batch_axis": (
-        lambda rngs: nnx.LinearGeneral(32, 32, axis=-1, batch_axis={0: 4}, rngs=rngs),
-        "it has a batch_axis",
-    ),
-    "sizes": (
-        lambda rngs: nnx.Linear(32, 40, rngs=rngs),
-        "32 features in, 40 out: FP8 products need multiples of 16",
-    ),
-    "sizes of an einsum": (
-        lambda rngs: nnx.Einsum("btd,edf->btef", (2, 24, 32), rngs=rngs),
-        "24 features in, 64 out: FP8 products need multiples of 16",
-    ),
-    "no contraction": (
-        lambda rngs: nnx.Einsum("bd,ef->bdef", (32, 32), rngs=rngs),
-        "einsum_str 'bd,ef->bdef' is no product of inputs and a kernel as te_jax's Einsum computes them",
-    ),
-    "dtype": (
-        lambda rngs: nnx.Linear(32, 32, dtype=jnp.complex64, rngs=rngs),
-        "its dtype complex64 is none of FP8 layers",
-    ),
-    "another class": (OwnKernel, f"{__name__}.OwnKernel is none of {OTHERS}"),
-    "a foreign class of the same name": (Foreign.Einsum, f"{__name__}.Foreign.Einsum is none of {OTHERS}"),
-    "variables of another library": (
-        with_lora,
-        "it has variables besides kernel and bias: kernel_lora_a, stats/absmax",
-    ),
-    "a kernel of another library": (
-        with_packed_kernel,
-        "its kernel is no nnx.Variable",
-    ),
-    "qwix": (marked_by_qwix, "its model is one of qwix, which computes the products"),
+    "it has a preferred_element_type of its own": layer_of(nnx.Linear, 32, 32, preferred_element_type=jnp.float32),
+    "it has a batch_axis": layer_of(nnx.LinearGeneral, 32, 32, axis=-1, batch_axis={0: 4}),
+    f"32 {ODD.format(40)}": layer_of(nnx.Linear, 32, 40),
+    f"24 {ODD.format(64)}": layer_of(nnx.Einsum, "btd,edf->btef", (2, 24, 32)),
+    NO_PRODUCT: layer_of(nnx.Einsum, "bd,ef->bdef", (32, 32)),
+    "its dtype complex64 is none of FP8 layers": layer_of(nnx.Linear, 32, 32, dtype=jnp.complex64),
+    f"{__name__}.OwnKernel is none of {OTHERS}": OwnKernel,
+    f"{__name__}.Foreign.Einsum is none of {OTHERS}": Foreign.Einsum,
+    "it has variables besides kernel and bias: kernel_lora_a, stats/absmax": adapted,
+    "its kernel is no nnx.Variable": packed,
+    "its model is one of qwix, which computes the products": layer_of(linear_with, qwix_path=lambda: ("layer",)),
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_layers_that_are_something_else_are_left_alone_and_reported(name):
-    make, reason = ALONE[name]
-    model = nnx.Dict(layer=nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+@pytest.mark.parametrize("reason", ALONE)
+def test_layers_that_are_something_else_are_left_alone_and_reported(reason):
+    model = nnx.Dict(layer=nnx.eval_shape(lambda: ALONE[reason](rngs=nnx.Rngs(0))))
     before = nnx.graphdef(model)
     report = convert(model, CurrentScaling(), rules=[("layer", BlockScaling())])  # no rule overrides these
     assert reasons(report)["layer"] == reason
@@ -572,25 +534,22 @@ def test_einsum_layers_of_libraries_are_known_by_name():
     assert {layer.path for layer in convert(model, BlockScaling()).converted} == {"a", "c"}
 
 
-def adapted(layer):
-    layer.w_lora_a = nnx.Param(jnp.ones((32, 4)))
-    return layer
-
-
+EINSUM = te_jax.nnx.EinsumLayer
 LEFT_EINSUMS = {
-    "added": (adapted, OWN, "it has variables besides kernel and bias: w_lora_a"),
-    "kernel": (lambda layer: layer, te_jax.nnx.EinsumLayer("v", "subscripts"), "it has no v, which its EinsumLayer"),
-    "subscripts": (lambda layer: layer, te_jax.nnx.EinsumLayer("w", "eqn"), "it has no eqn, which its EinsumLayer na"),
-    "no_product": (lambda layer: layer, te_jax.nnx.EinsumLayer("w", "bd,fd->b", "b"), "subscripts 'bd,fd->b' is no"),
-    "no_variable": (lambda layer: layer, te_jax.nnx.EinsumLayer("size", "subscripts"), "its size is no nnx.Variable"),
+    "it has variables besides kernel and bias: w_lora_a": OWN,
+    "it has no v, which its EinsumLayer": EINSUM("v", "subscripts"),
+    "it has no eqn, which its EinsumLayer na": EINSUM("w", "eqn"),
+    "subscripts 'bd,fd->b' is no": EINSUM("w", "bd,fd->b", "b"),
+    "its size is no nnx.Variable": EINSUM("size", "subscripts"),
 }
 
 
-@pytest.mark.parametrize("name", LEFT_EINSUMS)
-def test_einsum_layers_that_are_something_else_are_left_alone_and_reported(name):
-    change, how, reason = LEFT_EINSUMS[name]
-    layer = change(NNX.abstract(functools.partial(OwnEinsum, "bd,df->bf", (32, 48), (48,))))
-    report = convert(layer, BlockScaling(), layers={OwnEinsum: how})
+@pytest.mark.parametrize("reason", LEFT_EINSUMS)
+def test_einsum_layers_that_are_something_else_are_left_alone_and_reported(reason):
+    layer = NNX.abstract(functools.partial(OwnEinsum, "bd,df->bf", (32, 48), (48,)))
+    if "lora" in reason:
+        layer.w_lora_a = nnx.Param(jnp.ones((32, 4)))
+    report = convert(layer, BlockScaling(), layers={OwnEinsum: LEFT_EINSUMS[reason]})
     assert type(layer) is OwnEinsum
     assert reasons(report)[""].startswith(reason)
 
@@ -611,16 +570,13 @@ def test_einsum_layers_with_wrong_entries_say_so():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("model", "message"),
     [
-        ((3, BlockScaling()), r"model is of type int and holds no flax\.nnx\.Module; pass one"),
-        (({"w": jnp.ones((32, 32))}, BlockScaling()), "model is of type dict and holds no flax"),
-        (
-            (nn.Dense(32), BlockScaling()),
-            r"model is of type Dense and .* te_jax\.flax\.convert takes models of flax.linen",
-        ),
+        (3, r"model is of type int and holds no flax\.nnx\.Module; pass one"),
+        ({"w": jnp.ones((32, 32))}, "model is of type dict and holds no flax"),
+        (nn.Dense(32), r"model is of type Dense and .* te_jax\.flax\.convert takes models of flax.linen"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(arguments, message):
+def test_arguments_that_do_not_fit_are_named(model, message):
     with pytest.raises(ValueError, match=message):
-        convert(*arguments)
+        convert(model, BlockScaling())

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
-from te_jax.flax import make_dot_general_cls
-from te_jax.nnx import DotGeneral, Linear, LinearGeneral, OverwriteWithGradient
+from te_jax.nnx import DotGeneral, Linear, LinearGeneral
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -47,22 +46,6 @@ def test_it_is_the_operation(rng, recipe):
         return module(x), ops.dense(*operands, **options)
 
     np.testing.assert_array_equal(*both(module, x), strict=True)
-
-
-def test_linen_products_inside_nnx(rng):
-    """As bridges between the two APIs use them: the state becomes variables of the module."""
-    x, kernel, numbers = normal(rng, (16, 32)), normal(rng, (32, 48)), (((1,), (0,)), ((), ()))
-
-    @nnx.jit
-    def product_of(x, kernel):
-        linen = make_dot_general_cls(DelayedScaling(history_len=4))()
-        product = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0))
-        product.lazy_init(x, kernel, numbers)
-        return product(x, kernel, numbers), nnx.state(product, OverwriteWithGradient)
-
-    y, state = product_of(x, kernel)
-    assert_close(y, np.asarray(x) @ np.asarray(kernel), tolerance=0.06)
-    assert len(jax.tree.leaves(state)) == 4
 
 
 def test_metadata_of_an_initializer_reaches_the_parameter():

@@ -9,12 +9,7 @@ from flax_apis import NNX, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax.nnx import (
-    OverwriteWithGradient,
-    QuantizedKernel,
-    accumulate_gradients,
-    quantize_kernels,
-)
+from te_jax.nnx import OverwriteWithGradient, QuantizedKernel, accumulate_gradients, quantize_kernels
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
 

@@ -43,7 +43,7 @@ def gradient(remat, offload):
 
 def drawn(rng, layers=7, width=32, mlp=48, rows=16):
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32)
+        return jax.device_put(np.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, np.float32))
 
     return {"up": normal(layers, width, mlp), "down": normal(layers, mlp, width)}, normal(rows, width)
 
@@ -91,7 +91,7 @@ def test_no_copy_is_read_or_overwritten_too_early(slots, remat, options, rng):
     assert_same_bits(results, wanted)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_random_stacks(number, delays, rng):
     sizes = {
         name: int(rng.integers(1, most)) for name, most in {"layers": 9, "width": 200, "mlp": 200, "rows": 20}.items()
@@ -160,7 +160,7 @@ def test_two_stacks_of_the_same_values(delays, rng):
     assert_close(gradients, expected)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 2])
 def test_few_layers(layers, delays, rng):
     params, x = drawn(rng, layers=layers)
     found = gradient(KEEP_HIDDEN, Offload(min_size=0, implementation="native", keep=2, slots=5))

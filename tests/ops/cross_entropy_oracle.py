@@ -35,14 +35,7 @@ class Oracle:
     gradient_terms: np.ndarray
 
 
-def oracle(
-    logits,
-    labels,
-    loss=CrossEntropy(),
-    *,
-    reduction="mean",
-    cotangent=1.0,
-) -> Oracle:
+def oracle(logits, labels, loss=CrossEntropy(), *, reduction="mean", cotangent=1.0) -> Oracle:
     """Loss, and its gradient times `cotangent`, a scalar or, for reduction="none", one number for each row."""
     smoothing, c = loss.label_smoothing, loss.logit_softcap
     x = np.asarray(logits).astype(np.float64)

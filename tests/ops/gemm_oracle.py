@@ -6,19 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax import ops
 from te_jax.quantized import QuantizedArray, scale_dtype, scale_shape
 from te_jax.testing import assert_close
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
-SCALINGS = {
-    "tensor": ("tensor", "tensor"),
-    "row": ("row", "row"),
-    "block": ("block_1x128", "block_128x128"),
-}
+SCALINGS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("block_1x128", "block_128x128")}
 """Scalings of lhs and rhs by the kind of product."""
 MXFP8 = {"mx": ("block_1x32", "block_1x32")}
 """Those without a native kernel."""
 FLOATS = ("float32", "bfloat16", "float16")
+STATICS = (
+    "lhs_contracting", "rhs_contracting", "contracting_ndim", "activation", "save_preactivation", "out_dtype",
+    "accumulate", "fast_accumulation", "algorithm", "implementation",
+)  # fmt: skip
+# One program for each shape and choice of options: run eagerly, what follows a product is several.
+gemm = jax.jit(ops.gemm, static_argnames=STATICS)
 
 
 def random_quantized(rng, rows, cols, scaling, *, dtype=E4M3, transposed_scaling=None, stands_for="bfloat16"):

@@ -29,11 +29,7 @@ def random_operands(rng, rows, k, n, groups, kind, form, *, dtype="float32", lhs
 
 
 def options_of(form):
-    return {
-        "forward": {},
-        "dgrad": {"rhs_contracting": "cols"},
-        "wgrad": {"lhs_contracting": "rows"},
-    }[form]
+    return {"forward": {}, "dgrad": {"rhs_contracting": "cols"}, "wgrad": {"lhs_contracting": "rows"}}[form]
 
 
 def values(x, contracting):

@@ -74,12 +74,11 @@ def _amax(x: np.ndarray) -> np.float32:
     return np.abs(x).max(initial=np.float32(0))
 
 
-def _scale(amax: np.float32, quantization: Quantization, scaling: str) -> np.float32:
-    if not np.isfinite(amax) or amax < np.float32(2.0**-126):
-        return np.float32(1)
-    scale = min(LARGEST[np.dtype(quantization.dtype)] / amax, np.float32(2.0**126))
-    power_of_two = quantization.power_of_two_scales or scaling == "block_1x32"
-    return np.float32(2.0 ** np.floor(np.log2(np.float64(scale)))) if power_of_two else scale
+def _scale(amax: np.ndarray, quantization: Quantization, scaling: str) -> np.ndarray:
+    scale = np.minimum(LARGEST[np.dtype(quantization.dtype)] / amax, np.float32(2.0**126))
+    if quantization.power_of_two_scales or scaling == "block_1x32":
+        scale = np.exp2(np.floor(np.log2(scale.astype(np.float64)))).astype(np.float32)
+    return np.where(np.isfinite(amax) & (amax >= np.float32(2.0**-126)), scale, np.float32(1))
 
 
 def _copy(matrix: np.ndarray, quantization: Quantization, scaling: str, amax) -> tuple[np.ndarray, np.ndarray]:
@@ -92,22 +91,21 @@ def _copy(matrix: np.ndarray, quantization: Quantization, scaling: str, amax) ->
         "block_1x128": (1, 128),
         "block_128x128": (128, 128),
     }[scaling]
-    data = np.zeros(matrix.shape, quantization.dtype)
-    scale_inv = np.zeros((-(-outer // height), -(-summed // width)), np.float32)
-    for i in range(scale_inv.shape[0]):
-        for j in range(scale_inv.shape[1]):
-            block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
-            given = scaling == "tensor" and amax is not None
-            of_block = np.float32(amax) if given else _amax(matrix[block])
-            scale = _scale(of_block, quantization, scaling)
-            scale_inv[i, j] = np.float32(1) / scale if np.isfinite(of_block) else np.float32(np.nan)
-            data[block] = _encode(matrix[block], scale, np.dtype(quantization.dtype))
+    height, width = max(height, 1), max(width, 1)
+    blocks = (1, 1) if scaling == "tensor" else (-(-outer // height), 1 if scaling == "row" else -(-summed // width))
+    padded = np.pad(matrix, [(0, blocks[0] * height - outer), (0, blocks[1] * width - summed)])
+    amaxes = np.abs(padded.reshape(blocks[0], height, blocks[1], width)).max(axis=(1, 3), initial=np.float32(0))
+    if scaling == "tensor" and amax is not None:
+        amaxes = np.full((1, 1), amax, np.float32)
+    scale = _scale(amaxes, quantization, scaling)
+    data = _encode(matrix, scale.repeat(height, 0).repeat(width, 1)[:outer, :summed], np.dtype(quantization.dtype))
+    scale_inv = np.where(np.isfinite(amaxes), np.float32(1) / scale, np.float32(np.nan))
     if scaling == "block_1x32":
         return data, scale_inv.astype(ml_dtypes.float8_e8m0fnu)
     return data, scale_inv.T if scaling == "block_1x128" else scale_inv
 
 
-def _encode(x: np.ndarray, scale: np.float32, dtype: np.dtype) -> np.ndarray:
+def _encode(x: np.ndarray, scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
     flushed = np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
     product = np.clip(flushed * scale, -LARGEST[dtype], LARGEST[dtype])
     codes = product.astype(dtype).view(np.uint8)

@@ -40,11 +40,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 axis_types = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 
-def in_slow(rows):
-    """Functions beside silu, which test_results_and_gradients has in their own dtype."""
-    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
-
-
 # ------------------------------------------------------------------------------------------------- in their own dtype
 
 
@@ -65,13 +60,6 @@ def test_results_and_gradients(kind, dtype, rng):
     expected = oracle(kind, gate, None, dy, alpha=alpha)
     assert_rounded(y, expected.y, dtype)
     assert_rounded(gradients[0], expected.gate, dtype)
-
-
-def test_functions_that_jax_knows(rng):
-    (x,) = draw(rng, (100,), "float32", count=1, scale=4.0)
-    for kind, known in (("silu", jax.nn.silu), ("gelu", jax.nn.gelu), ("relu", jax.nn.relu)):
-        found, wanted = jax.jit(lambda x, kind=kind, known=known: (ops.activation(x, kind), known(x)))(x)
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-6)
 
 
 AT_THE_LIMIT = np.float32([-8, -7.03125, -7, -6.96875, 0, 6.96875, 7, 7.03125, 8])
@@ -114,9 +102,7 @@ def test_residuals_are_the_operands(rng):
 
 @pytest.mark.parametrize(
     ("pair", "kind", "implementation"),
-    [(pair, "silu", "native") for pair in PAIRS]
-    + [(pair, kind, "reference") for pair, kind in zip(PAIRS, KINDS, strict=False)]
-    + in_slow([("1x128 and square", kind, "native") for kind in KINDS]),
+    [*in_turns(PAIRS, KINDS, ["native"]), ("tensor", "relu", "reference"), ("1x128", "squared_relu", "reference")],
 )
 @pytest.mark.usefixtures("native_kernels")
 def test_quantized_results(pair, kind, implementation, rng):
@@ -138,22 +124,16 @@ def test_shapes_and_dtypes(shape, dtype, native_kernels, rng):
         check_result("gelu", gate, up, quantization_of("1x128"), "native", row_ndim=2, copies="data")
 
 
-@pytest.mark.parametrize("copies", ["data", "transposed"])
-@pytest.mark.parametrize("pair", ["tensor", "1x128"])
-def test_one_copy(pair, copies, implementation, rng):
+@pytest.mark.parametrize(("copies", "pair"), in_turns(["data", "transposed", "both", "data"], ["tensor", "1x128"]))
+def test_one_copy_in_powers_of_two(copies, pair, implementation, rng):
     gate, up = draw(rng, (140, 72))
-    check_result("silu", gate, up, quantization_of(pair), implementation, copies=copies)
-
-
-@pytest.mark.parametrize("pair", ["tensor", "1x128"])
-def test_power_of_two_scales(pair, implementation, rng):
-    gate, up = draw(rng, (140, 72))
-    found = check_result("silu", gate, up, quantization_of(pair, power_of_two_scales=True), implementation)
-    mantissas, _ = np.frexp(np.asarray(found.scale_inv))
+    quantization = quantization_of(pair, power_of_two_scales=True)
+    found = check_result("silu", gate, up, quantization, implementation, copies=copies)
+    mantissas, _ = np.frexp(np.asarray(found.scale_inv if copies != "transposed" else found.transposed_scale_inv))
     assert (mantissas == 0.5).all()
 
 
-@pytest.mark.parametrize("amax", [0.0, 0.25, 100.0])
+@pytest.mark.parametrize("amax", [0.0, 0.25])
 def test_scale_from_a_given_amax(amax, implementation, rng):
     gate, up = draw(rng, (64, 48))
     check_result("silu", gate, up, quantization_of("tensor"), implementation, amax=np.float32(amax))
@@ -194,18 +174,19 @@ def test_nothing_to_compute(implementation):
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "implementation"),
-    [(case, "silu", "native") for case in GRADIENTS]
-    + [(case, kind, "reference") for case, kind in zip(GRADIENTS, KINDS, strict=False)]
-    + in_slow([("blocks", kind, "native") for kind in KINDS[1:]]),
+    ("case", "kind", "implementation", "gated"),
+    [
+        *in_turns([*GRADIENTS], KINDS, ["native"], [True]),
+        *in_turns(["current", "blocks", "rows"], KINDS, ["native"], [False]),
+        *in_turns(["blocks", "mixed"], KINDS[1:], ["reference"], [True, False]),
+    ],
 )
 @pytest.mark.usefixtures("native_kernels")
-def test_quantized_gradients(case, kind, implementation, rng):
+def test_quantized_gradients(case, kind, implementation, gated, rng):
     gate, up, dy = draw(rng, (200, 260), count=3)
-    use_native = implementation == "native"
-    alpha = 1.702 if kind == "silu" else 1.0
-    check_gradients(Activation(kind, alpha, 1.5, 1.0), gate, up, dy, *GRADIENTS[case], use_native)
-    check_gradients(Activation(kind, alpha), gate, None, dy, *GRADIENTS[case], use_native)
+    clipped = (1.5, 1.0) if gated else ()
+    function = Activation(kind, 1.702 if kind == "silu" else 1.0, *clipped)
+    check_gradients(function, gate, up if gated else None, dy, *GRADIENTS[case], implementation == "native")
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turns(((1, 130), (33, 17), (3, 128, 40), (17, 33)), DTYPES))
@@ -215,14 +196,13 @@ def test_shapes_and_dtypes_of_gradients(shape, dtype, native_kernels, rng):
         check_gradients(Activation("silu"), gate, up, dy, *GRADIENTS[case], True, row_ndim=len(shape) - 1)
 
 
-def test_gradients_with_given_amaxes(implementation, rng):
+@pytest.mark.parametrize(
+    ("copies", "use_native"), [("both", True), ("data", True), ("transposed", True), ("both", False)]
+)
+def test_gradients_with_given_amaxes(copies, use_native, native_kernels, rng):
     gate, up, dy = draw(rng, (72, 40), count=3)
     amaxes = tuple(np.float32(amax) for amax in (1.0, 20.0, 3.0))
-    use_native = implementation == "native"
-    for copies in ("both", "data", "transposed"):
-        check_gradients(
-            Activation("silu"), gate, up, dy, *GRADIENTS["current"], use_native, amaxes=amaxes, copies=copies
-        )
+    check_gradients(Activation("silu"), gate, up, dy, *GRADIENTS["current"], use_native, amaxes=amaxes, copies=copies)
 
 
 def test_gradients_at_the_limit(native_kernels):
@@ -236,72 +216,37 @@ def test_gradients_at_the_limit(native_kernels):
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "implementation"),
-    [(case, "silu", "native") for case in GRADIENTS]
-    + [("blocks", "silu", "reference")]
-    + in_slow([("blocks", kind, "native") for kind in KINDS[1:]]),
+    ("case", "kind", "implementation", "copies"),
+    [
+        *in_turns([*GRADIENTS], KINDS, ["native"], ["both", "data", "transposed"]),
+        ("blocks", "silu", "native", "transposed"),
+        ("blocks", "gelu", "reference", "both"),
+    ],
 )
 @pytest.mark.usefixtures("native_kernels")
-def test_weights_of_rows(case, kind, implementation, rng):
+def test_weights_of_rows(case, kind, implementation, copies, rng):
     """In the kernels with block scaling; else a product of its own."""
     gate, up, dy = draw(rng, (200, 260), count=3)
     weights, use_native = draw_weights(rng, 200), implementation == "native"
     function = Activation(kind, 1.702 if kind == "silu" else 1.0, 1.5, 1.0)
-    for up_or_none, copies in ((up, "both"), (up, "data"), (None, "transposed")):
-        operands = gate, up_or_none
-        check_weighted_result(function, *operands, weights, GRADIENTS[case][0], use_native, copies=copies)
-        check_gradients(
-            function, *operands, dy, *GRADIENTS[case], use_native, copies=copies, weights=weights, with_amax=False
-        )
-    check_gradients(function, gate, up, dy, *GRADIENTS[case], use_native, weights=weights)
+    operands, case = (gate, None if copies == "transposed" else up), GRADIENTS[case]
+    check_weighted_result(function, *operands, weights, case[0], use_native, copies=copies)
+    with_amax = copies == "both"
+    check_gradients(
+        function, *operands, dy, *case, use_native, copies=copies, weights=weights, with_amax=with_amax
+    )  # fmt: skip
 
 
-def test_weights_in_the_kernels(native_kernels, rng):
-    gate, up, dy = draw(rng, (128, 256), count=3)
-    weights, function, quantization = draw_weights(rng, 128), Activation("silu"), quantization_of("1x128")
-
-    def run(gate, up, dy, weights):
-        return (
-            activate_quantized(function, gate, up, None, request(quantization), True, weights),
-            activation_gradients_quantized(
-                function, gate, up, dy, None, None, None, request(quantization), quantization, True, weights
-            ),
-        )
-
-    text = jax.jit(run).lower(gate, up, dy, weights).as_text()
-    assert set(re.findall(r"\bte_(?:activation|quantize)\w+", text)) == {
-        "te_activation_blocks",
-        "te_activation_gradient_blocks",
-    }
-
-
-@pytest.mark.parametrize(("shape", "dtype"), in_turns(((1, 130), (33, 17), (130, 1), (3, 128, 40), (17, 1033)), DTYPES))
-def test_shapes_and_dtypes_with_weights(shape, dtype, native_kernels, rng):
+@pytest.mark.parametrize(
+    ("shape", "dtype", "case"),
+    in_turns(((1, 130), (33, 17), (130, 1), (3, 128, 40), (17, 1033)), DTYPES, ["blocks", "square blocks"]),
+)
+def test_shapes_and_dtypes_with_weights(shape, dtype, case, native_kernels, rng):
     gate, up, dy = draw(rng, shape, dtype, count=3)
     weights, function = draw_weights(rng, shape[:-1]), Activation("silu", **GPT_OSS)
     options = {"row_ndim": len(shape) - 1}
-    check_weighted_result(function, gate, up, weights, quantization_of("1x128"), True, **options, copies="data")
-    for case in ("blocks", "square blocks"):
-        check_weighted_result(function, gate, up, weights, GRADIENTS[case][0], True, **options)
-        check_gradients(
-            function, gate, up, dy, *GRADIENTS[case], True, **options, weights=weights, with_amax=False
-        )  # fmt: skip
-
-
-def test_weights_of_one_are_no_weights(native_kernels, rng):
-    """To the last bit."""
-    gate, up, dy = draw(rng, (140, 264), count=3)
-    gradient, activation = GRADIENTS["blocks"]
-
-    def run(weights):
-        return (
-            activate_quantized(Activation("gelu"), gate, up, None, request(activation), True, weights),
-            activation_gradients_quantized(
-                Activation("gelu"), gate, up, dy, None, None, None, request(gradient), activation, True, weights
-            )[:3],
-        )  # fmt: skip
-
-    jax.tree.map(assert_bits, jax.jit(run)(np.ones(140, np.float32)), jax.jit(run)(None))
+    check_weighted_result(function, gate, up, weights, GRADIENTS[case][0], True, **options)
+    check_gradients(function, gate, up, dy, *GRADIENTS[case], True, **options, weights=weights, with_amax=False)
 
 
 def test_rows_that_hold_anything_leave_others_alone(implementation, rng):
@@ -310,13 +255,16 @@ def test_rows_that_hold_anything_leave_others_alone(implementation, rng):
     weights, use_native = np.array(draw_weights(rng, 200)), implementation == "native"
     quantization = quantization_of("1x128")
 
-    def run():
+    @jax.jit
+    def step(gate, up, dy, weights):
         y = activate_quantized(Activation("silu"), gate, up, None, request(quantization), use_native, weights).array
         parts = activation_gradients_quantized(
             Activation("silu"), gate, up, dy, None, None, None, request(quantization), None, use_native, weights
         )  # fmt: skip
-        copies = [array.data for array in (y, parts[0].array, parts[1].array)]
-        return [*(np.asarray(copy).astype(np.float32) for copy in copies), np.asarray(parts[3])]
+        return [array.data for array in (y, parts[0].array, parts[1].array)] + [parts[3]]
+
+    def run():
+        return [np.asarray(x).astype(np.float32) for x in step(*map(np.array, (gate, up, dy, weights)))]
 
     before = run()
     gate[150:] = up[170:] = dy[180:] = weights[190:] = np.nan
@@ -365,8 +313,8 @@ def test_sharded(axis_type, pair, make_mesh, native_kernels, rng):
     assert results[1][2].transposed.sharding.spec == P("model", "data")
 
 
-@axis_types
-def test_sharded_with_weights(axis_type, make_mesh, native_kernels, rng):
+@pytest.mark.parametrize(("axis_type", "spec"), [(AxisType.Auto, P()), (AxisType.Explicit, P("data"))])
+def test_sharded_with_weights(axis_type, spec, make_mesh, native_kernels, rng):
     """Devices exchange sums of 128 rows at most: the gradient of weights."""
     mesh = make_mesh({"data": axis_type, "model": axis_type})
     gate, up, dy = draw(rng, (1024, 512), count=3)
@@ -382,16 +330,15 @@ def test_sharded_with_weights(axis_type, make_mesh, native_kernels, rng):
 
     whole = jax.jit(run)(gate, up, dy, weights)
     placed = [place(x, mesh, P("data", "model")) for x in (gate, up, dy)]
-    for spec in (P("data"), P()):
-        compiled = jax.jit(run).lower(*placed, place(weights, mesh, spec)).compile()
-        found = collectives(compiled)
-        assert {entry.kind for entry in found} <= {"all-reduce"}
-        assert sum(array.elements for entry in found for array in entry.results) <= 1024, found
-        results = compiled(*placed, place(weights, mesh, spec))
-        for ours, wanted in zip(jax.tree.leaves(results[:-1]), jax.tree.leaves(whole[:-1]), strict=True):
-            assert_bits(ours, wanted)
-        np.testing.assert_allclose(np.asarray(results[1][3]), np.asarray(whole[1][3]), atol=1e-3)
-        assert results[1][3].sharding.spec == P("data")
+    placed = *placed, place(weights, mesh, spec)
+    compiled = jax.jit(run).lower(*placed).compile()
+    found = collectives(compiled)
+    assert {entry.kind for entry in found} <= {"all-reduce"}
+    assert sum(array.elements for entry in found for array in entry.results) <= 1024, found
+    results = compiled(*placed)
+    jax.tree.map(assert_bits, (results[0], results[1][:3]), (whole[0], whole[1][:3]))
+    np.testing.assert_allclose(np.asarray(results[1][3]), np.asarray(whole[1][3]), atol=1e-3)
+    assert results[1][3].sharding.spec == P("data")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -471,29 +418,14 @@ def test_functions_that_are_none(arguments, message):
         Activation(*arguments)
 
 
-def test_limit_and_offset_are_for_gated_functions():
+def test_messages_about_one_operand():
     for options in ({"limit": 7.0}, {"offset": 1.0}):
         with pytest.raises(ValueError, match=r"limit and offset are for gated functions: leave them out"):
             ops.activation(X, Activation("silu", **options))
-
-
-def test_messages_about_one_operand_call_it_x():
     with pytest.raises(ValueError, match=r"x has dtype int32; it must be float32"):
         ops.activation(X.astype(jnp.int32))
     with pytest.raises(ValueError, match=r"row_ndim is 2; for x of shape \(4, 8\) it must be in"):
         ops.activation(X, quantization=TENSOR, row_ndim=2)
-
-
-def test_quantized_results_have_no_derivative(implementation):
-    def loss(x, run=ops.activation):
-        return run(x, quantization=TENSOR, implementation=implementation).dequantize().sum()
-
-    for derivative in (jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
-        with pytest.raises(NotImplementedError, match=r"te_jax.ops.activation has no derivative with quantization"):
-            jax.jit(derivative).lower(X)
-    with pytest.raises(NotImplementedError, match=r"te_jax.ops.gated_activation has no derivative"):
-        jax.jit(jax.grad(lambda x: loss(x, lambda x, **o: ops.gated_activation(x, x, **o)))).lower(X)
-    assert np.isfinite(jax.jit(loss)(jax.lax.stop_gradient(X)))
 
 
 FUNCTION = {"kind": "silu", "alpha": 1.0, "limit": np.inf, "offset": 0.0}

@@ -1,6 +1,5 @@
 """Linear layers: y and all gradients against float64, for every recipe, dtype and shape."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -10,18 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import results_and_gradients
-from dense_oracle import (
-    RECIPES,
-    check,
-    computed,
-    errors,
-    gradients_of,
-    oracle,
-    random_case,
-    warm_state,
-    wide,
-)
-from parameters import in_turns
+from dense_oracle import RECIPES, check, computed, errors, gradients_of, oracle, random_case, wide
 
 from te_jax import ops
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScalingState, RowwiseScaling
@@ -32,14 +20,15 @@ fp8_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 few_recipes = pytest.mark.parametrize(
     "recipe", [RECIPES["current"], RECIPES["block"], None], ids=["current", "block", "none"]
 )
-SUMS = 5e-3  # what another order of the same sums changes, those of 14 bits inside FP8 tensor cores included
-sides = pytest.mark.parametrize("kernel_contracting", ["first", "last"])
 
 
-@pytest.mark.parametrize(("recipe", "kernel_contracting"), in_turns({**RECIPES, "none": None}, ("first", "last")))
-def test_value_and_gradients(kernel_contracting, recipe, implementation, rng):
+@pytest.mark.parametrize(
+    ("recipe", "kernel_contracting"), [("rowwise", "last"), ("block", "first"), ("delayed", "last")]
+)
+def test_the_reference(recipe, kernel_contracting, rng):
+    """tests/conformance has it with current scaling, and all recipes with native kernels."""
     case = random_case(rng, (4, 64), (256,), (384,), kernel_contracting=kernel_contracting)
-    check(case, recipe=recipe, implementation=implementation)
+    check(case, recipe=RECIPES[recipe], implementation="reference")
 
 
 # The others run the native kernels where there are any: they are about the layer, not about its products.
@@ -47,8 +36,7 @@ def test_value_and_gradients(kernel_contracting, recipe, implementation, rng):
 
 @few_recipes
 @pytest.mark.parametrize(
-    ("dtype", "kernel_dtype"),
-    [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32"), ("float32", "bfloat16")],
+    ("dtype", "kernel_dtype"), [("float16", "float16"), ("bfloat16", "float32"), ("float32", "bfloat16")]
 )
 def test_dtypes(dtype, kernel_dtype, recipe, rng):
     """y has the dtype of x, and every gradient that of what it belongs to."""
@@ -60,10 +48,7 @@ def test_dtypes(dtype, kernel_dtype, recipe, rng):
 @pytest.mark.parametrize(
     ("batch", "inner", "outer", "kernel_contracting"),
     [
-        ((2, 3, 16), (4, 32), (2, 64), "first"),
         ((2, 3, 16), (4, 32), (2, 64), "last"),
-        ((2, 128), (2, 128), (128,), "last"),
-        ((32,), (16,), (3, 16), "first"),
         ((), (32,), (16,), "first"),
         ((1,), (2, 2, 8), (2, 8), "last"),
         ((3, 5), (64,), (48,), "first"),
@@ -80,13 +65,12 @@ def test_shapes(batch, inner, outer, kernel_contracting, recipe, rng):
     check(case, recipe=recipe, factor=factor)
 
 
-@recipes
-@pytest.mark.parametrize("batch", [(2, 0, 3)], ids=str)
-def test_empty_batch(batch, recipe, rng):
-    case = random_case(rng, batch, (32,), (48,))
-    found = computed(case, recipe=recipe, state=None if recipe is None else _cold(recipe))
-    assert found.y.shape == (*batch, 48)
-    assert found.dx.shape == (*batch, 32)
+@few_recipes
+def test_empty_batch(recipe, rng):
+    case = random_case(rng, (2, 0, 3), (32,), (48,))
+    found = computed(case, recipe=recipe)
+    assert found.y.shape == (2, 0, 3, 48)
+    assert found.dx.shape == (2, 0, 3, 32)
     assert not np.any(wide(found.dkernel))
     assert not np.any(wide(found.dbias))
 
@@ -98,10 +82,7 @@ def _cold(recipe):
 @few_recipes
 @pytest.mark.parametrize(
     ("activation", "kernel_contracting"),
-    [
-        *[("gelu", "first"), ("gelu", "last"), ("relu", "first"), ("squared_relu", "first")],
-        (ops.Activation("silu", alpha=1.702), "last"),
-    ],
+    [*[("gelu", "last"), ("relu", "first"), ("squared_relu", "first")], (ops.Activation("silu", alpha=1.702), "last")],
     ids=str,
 )
 def test_activations(activation, kernel_contracting, recipe, rng):
@@ -111,8 +92,7 @@ def test_activations(activation, kernel_contracting, recipe, rng):
     assert relative_error(found.y, oracle(case).y) > 0.2  # it was applied
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize(("dtype", "activation"), [("float32", "gelu"), ("bfloat16", "silu")])
 def test_activation_without_a_recipe_is_computed_in_float32(activation, dtype, rng):
     """XLA may do so anyway on a CPU, whatever the program says."""
     case = random_case(rng, (32,), (64,), (64,), dtype)
@@ -175,9 +155,8 @@ def test_fast_accumulation_is_that_of_the_product_that_is_named(product, native_
 def test_outliers_stay_in_their_block(recipe, rng):
     """One token is a million times larger than the others, which with one scale for the tensor become subnormal."""
     case = random_case(rng, (256,), (256,), (128,), with_bias=False)
-    scale = np.ones((256, 1), np.float32)
-    scale[7] = 1e6
-    x = (case.x.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+    x = np.array(case.x)
+    x[7] *= np.asarray(1e6, x.dtype)
     y, _ = gradients_of(x, case.kernel, None, case.dy, _state_for(recipe, x), recipe=recipe)
     others = np.arange(256) != 7
     error = relative_error(wide(y)[others], (wide(x) @ wide(case.kernel))[others])
@@ -196,7 +175,8 @@ def _state_for(recipe, x):
 def test_what_is_not_finite_is_visible(poison, recipe, rng):
     """In its token, and in all that shares a scale with it: under current scaling that is everything."""
     case = random_case(rng, (32,), (32,), (32,), with_bias=False)
-    x = case.x.at[3, 5].set(poison)
+    x = np.array(case.x)
+    x[3, 5] = poison
     state = None if not hasattr(recipe, "init") else _state_for(recipe, case.x)
     y, (_, dkernel, _, _) = gradients_of(x, case.kernel, None, case.dy, state, recipe=recipe)
     assert not np.isfinite(wide(y)[3]).any()
@@ -208,43 +188,10 @@ def test_what_is_not_finite_is_visible(poison, recipe, rng):
 @fp8_recipes
 def test_zeros(recipe, rng):
     case = random_case(rng, (32,), (32,), (32,))
-    zeros = jnp.zeros_like(case.x)
+    zeros = np.zeros_like(case.x)
     state = _cold(recipe)
     y, (dx, dkernel, dbias, _) = gradients_of(zeros, case.kernel, case.bias, case.dy, state, recipe=recipe)
-    assert_close(y, jnp.broadcast_to(case.bias, (32, 32)))
+    assert_close(y, np.broadcast_to(case.bias, (32, 32)))
     assert not np.any(wide(dkernel))
     assert_close(dbias, wide(case.dy).sum(axis=0), dtype="bfloat16", tolerance=1e-2)
     assert relative_error(dx, wide(case.dy) @ wide(case.kernel).T) < 0.1
-
-
-@pytest.mark.parametrize(("recipe", "activation"), in_turns({**RECIPES, "none": None}, [None, "gelu", "silu"]))
-def test_several_kernels_are_as_layers_of_their_own(recipe, activation, rng):
-    """Sizes differ, and numbers of dimensions; some have a bias, and dx is the sum."""
-    cases = [random_case(rng, (2, 32), (64,), outer, with_bias=outer != (16,)) for outer in ((256,), (2, 64), (16,))]
-    cases = [dataclasses.replace(case, x=cases[0].x) for case in cases]
-    states = [warm_state(case, recipe) if hasattr(recipe, "init") else None for case in cases]
-    kernels, biases, dys = zip(*((case.kernel, case.bias, case.dy) for case in cases), strict=True)
-
-    @jax.jit
-    def step(x, kernels, biases, states, dys):
-        def layer(x, kernel, bias, state):
-            return ops.dense(x, kernel, bias, scaling_state=state, recipe=recipe, activation=activation)
-
-        ys, vjp = jax.vjp(layer, x, kernels, biases, None if states[0] is None else states)
-        alone = [jax.vjp(layer, x, *each) for each in zip(kernels, biases, states, strict=True)]
-        return (ys, *vjp(dys)), [(y, *vjp(dy)) for (y, vjp), dy in zip(alone, dys, strict=True)]
-
-    (ys, dx, *others), alone = step(cases[0].x, kernels, biases, tuple(states), dys)
-    for i, (y, _, *wanted) in enumerate(alone):
-        found = ys[i], [other and other[i] for other in others]
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves((y, wanted)), strict=True):
-            assert_close(one, other, tolerance=SUMS)
-    assert_close(dx, sum(wide(part) for _, part, *_ in alone), dtype="bfloat16", tolerance=SUMS)
-
-
-def test_a_layer_without_a_recipe_is_jnp(rng):
-    case = random_case(rng, (4, 16), (32,), (48,), "float32")
-    expected, vjp = jax.vjp(lambda x, kernel, bias: x @ kernel + jnp.expand_dims(bias, (0, 1)), *case.operands)
-    y, (dx, dkernel, dbias, _) = gradients_of(*case.operands, case.dy, recipe=None)
-    for found, wanted in zip((y, dx, dkernel, dbias), (expected, *vjp(case.dy)), strict=True):
-        assert_close(found, wanted)

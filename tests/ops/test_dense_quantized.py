@@ -41,23 +41,6 @@ def quantized_x(x, **options):
 
 
 @recipes
-def test_scan_over_stacked_kernels(recipe, rng):
-    x = np.asarray(rng.standard_normal((32, 128)), jnp.bfloat16)
-    kernels = np.asarray(rng.standard_normal((3, 128, 128)) / 11, jnp.bfloat16)
-
-    @jax.jit
-    def run(x, kernels):
-        stacked = jax.vmap(functools.partial(quantized, recipe=recipe))(kernels)
-        y, _ = lax.scan(lambda x, kernel: (ops.dense(x, kernel, recipe=recipe), None), x, stacked)
-        for kernel in kernels:
-            x = ops.dense(x, kernel, recipe=recipe)
-        return y, x
-
-    found, expected = run(x, kernels)
-    assert_close(found, expected, tolerance=1e-3)
-
-
-@recipes
 def test_backward_passes_keep_no_second_copy(recipe, case, capsys):
     """Of a kernel that is an argument, remat saves none, whatever its policy; stacked ones are those of the scan."""
     kernel = quantized(case.kernel, recipe)
@@ -78,16 +61,15 @@ def test_backward_passes_keep_no_second_copy(recipe, case, capsys):
     assert not [out for loop in loops for out in loop.outvars if out.aval.dtype == jnp.float8_e4m3fn]
 
 
-@recipes
-def test_donation_and_host_memory(recipe, case):
+def test_donation_and_host_memory(case):
     """The kernel of the next step takes the place of this one's, array by array."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(kernel, x):
-        y = ops.dense(x, kernel, recipe=recipe)
+        y = ops.dense(x, kernel, recipe=BLOCK)
         return jax.tree.map(lambda leaf: lax.bitcast_convert_type(leaf, leaf.dtype), kernel), y
 
-    kernel = quantized(case.kernel, recipe)
+    kernel = quantized(case.kernel, BLOCK)
     before, leaves = jax.tree.map(np.array, kernel), jax.tree.leaves(kernel)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
     after, _ = update(kernel, case.x)
@@ -102,9 +84,8 @@ def test_donation_and_host_memory(recipe, case):
     jax.tree.map(assert_bits, after, before)
 
 
-@recipes
-def test_orbax(recipe, case, tmp_path):
-    checkpoint, kernel = pytest.importorskip("orbax.checkpoint"), quantized(case.kernel, recipe)
+def test_orbax(case, tmp_path):
+    checkpoint, kernel = pytest.importorskip("orbax.checkpoint"), quantized(case.kernel, BLOCK)
     with checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "kernel", kernel)
         checkpointer.wait_until_finished()
@@ -113,20 +94,6 @@ def test_orbax(recipe, case, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------------- x
-
-
-def test_into_a_scan_and_out_of_remat(case):
-    """The QuantizedArray may pass into a loop over kernels, where cotangents of zeros are arrays."""
-    kernels = np.stack([case.kernel, -case.kernel])
-
-    def run(x, kernels, make=lambda x: x):
-        x = make(x)
-        return lax.map(lambda kernel: ops.dense(x, kernel, recipe=CURRENT), kernels)
-
-    remade = functools.partial(run, make=jax.checkpoint(quantized_x))
-    dy = np.stack([case.dy, case.dy])
-    found, wanted = (results_and_gradients(f, (case.x, kernels), dy) for f in (remade, run))
-    jax.tree.map(assert_bits, found, wanted)
 
 
 def test_straight_through_takes_no_memory(case):
@@ -180,46 +147,22 @@ QUANTIZED = quantized_x(X)
     [
         (QUANTIZED, KERNEL, {}, "recipe is None, but x is a QuantizedArray; name its recipe or pass x.dequantize()"),
         (QUANTIZED, KERNEL, {"recipe": BLOCK}, "x has 'tensor' and 'tensor' scaling, but recipe is BlockScaling"),
-        (
-            quantized(X, BLOCK, "activation"),
-            KERNEL.T,
-            {"recipe": BLOCK, "kernel_contracting": "last"},
-            'quantize it with dataclasses.replace(recipe.quantization("activation"), '
-            "transposed_scaling='block_128x128')",
-        ),
-        (
-            quantized(X, role="gradient"),
-            KERNEL,
-            {"recipe": CURRENT},
-            "x was quantized to float8_e5m2, and activations of CurrentScaling",
-        ),
+        (quantized(X, BLOCK, "activation"), KERNEL.T, {"recipe": BLOCK, "kernel_contracting": "last"},
+         'quantize it with dataclasses.replace(recipe.quantization("activation"), '
+         "transposed_scaling='block_128x128')"),
+        (quantized(X, role="gradient"), KERNEL, {"recipe": CURRENT},
+         "x was quantized to float8_e5m2, and activations of CurrentScaling"),
         (QUANTIZED.without_data(), KERNEL, {"recipe": CURRENT}, "x has no data copy, which the forward pass reads"),
-        (
-            quantized(X.reshape(2, 16, 64), role="activation", row_ndim=1),
-            KERNEL,
-            {"recipe": CURRENT},
-            "x was quantized as 1 rows and 2 cols, shape (2, 16, 64); quantize it with row_ndim=2",
-        ),
-        (
-            QUANTIZED,
-            KERNEL,
-            {"recipe": DELAYED, "scaling_state": DELAYED.init()},
-            "whose state remembers the amax of x: pass x unquantized",
-        ),
-        (
-            dataclasses.replace(QUANTIZED, straight_through=X[:2]),
-            KERNEL,
-            {"recipe": CURRENT},
-            "x has straight_through of shape (2, 64) and dtype bfloat16; it must be float32",
-        ),
-        (
-            dataclasses.replace(QUANTIZED, straight_through=X.astype(jnp.int32)),
-            KERNEL,
-            {"recipe": CURRENT},
-            "x has straight_through of shape (32, 64) and dtype int32; it must be float32",
-        ),
+        (quantized(X.reshape(2, 16, 64), role="activation", row_ndim=1), KERNEL, {"recipe": CURRENT},
+         "x was quantized as 1 rows and 2 cols, shape (2, 16, 64); quantize it with row_ndim=2"),
+        (QUANTIZED, KERNEL, {"recipe": DELAYED, "scaling_state": DELAYED.init()},
+         "whose state remembers the amax of x: pass x unquantized"),
+        (dataclasses.replace(QUANTIZED, straight_through=X[:2]), KERNEL, {"recipe": CURRENT},
+         "x has straight_through of shape (2, 64) and dtype bfloat16; it must be float32"),
+        (dataclasses.replace(QUANTIZED, straight_through=X.astype(jnp.int32)), KERNEL, {"recipe": CURRENT},
+         "x has straight_through of shape (32, 64) and dtype int32; it must be float32"),
     ],
-)
+)  # fmt: skip
 def test_message_names_argument_and_rule(x, kernel, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(functools.partial(ops.dense, **options), x, kernel)

@@ -28,7 +28,6 @@ LOADS = {
     "none has any": lambda choices: np.full_like(choices, -1),
     "the last are empty": lambda choices: choices % 2,
 }
-FP8 = {"float32": 1e-3, "bfloat16": 0.03, "float16": 0.02}  # the activation is rounded once, not twice
 
 
 def draw(rng, dtype="bfloat16", load="drawn"):
@@ -43,8 +42,7 @@ def draw(rng, dtype="bfloat16", load="drawn"):
     return normal(TOKENS, IN), weights, kernels, jax.device_put(choices.astype(np.int32)), normal(TOKENS, OUT)
 
 
-def permutation_of(choices, **options):
-    return ops.group_by_expert(choices, EXPERTS, align=128, **options)
+permutation_of = jax.jit(functools.partial(ops.group_by_expert, num_experts=EXPERTS, align=128))
 
 
 def fused(x, weights, kernels, permutation, function=FUNCTIONS["swiglu"], accumulators=(None,) * 3, **options):
@@ -85,22 +83,16 @@ def assert_near(found, wanted, tolerance):
             assert_close(one, other, tolerance=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "function", "options"),
-    [
-        ("bfloat16", "swiglu", {"implementation": "native"}),
-        ("float32", "gpt_oss", {"implementation": "native", "kernel_contracting": "last"}),
-    ],
-    ids=["bfloat16", "float32, transposed"],
-)
-def test_values_and_gradients(rng, dtype, function, options):
+def test_values_and_gradients(rng):
     """Of x, of the weights and of the kernels, for all loads by one program; zeros where there are no tokens."""
-    steps = [step_of(layer, function, **options) for layer in (fused, apart)]
+    options = {"implementation": "native", "kernel_contracting": "last"}
+    steps = [step_of(layer, "gpt_oss", **options) for layer in (fused, apart)]
     for load in LOADS:
-        x, weights, kernels, *others = draw(rng, dtype, load)
-        if options.get("kernel_contracting") == "last":  # [experts, out, in], as checkpoints have them
-            kernels = tuple(np.ascontiguousarray(np.asarray(kernel).mT) for kernel in kernels)
-        assert_near(*(step(x, weights, kernels, *others) for step in steps), FP8[dtype])
+        x, weights, kernels, *others = draw(rng, "float32", load)
+        kernels = tuple(np.ascontiguousarray(np.asarray(kernel).mT) for kernel in kernels)  # as checkpoints have them
+        assert_near(
+            *(step(x, weights, kernels, *others) for step in steps), 1e-3
+        )  # the activation is rounded once, not twice
     assert all(step._cache_size() == 1 for step in steps)
 
 
@@ -108,10 +100,13 @@ def test_what_unused_rows_hold_changes_no_bit(rng):
     """Without a permutation, where rows come from other devices."""
     x, weights, kernels, choices, dy = draw(rng)
     permutation = permutation_of(choices)
-    rows, of_rows, drows = (
-        ops.permute(x, permutation), ops.permute_weights(weights, permutation), ops.permute(dy, permutation)
-    )  # fmt: skip
-    unused = (jnp.arange(len(rows)) >= permutation.group_sizes.sum())[:, None]
+
+    @jax.jit
+    def permuted(x, weights, dy):
+        return ops.permute(x, permutation), ops.permute_weights(weights, permutation), ops.permute(dy, permutation)
+
+    rows, of_rows, drows = map(np.asarray, permuted(x, weights, dy))
+    unused = (np.arange(len(rows)) >= np.sum(permutation.group_sizes))[:, None]
     assert unused.any()
 
     @jax.jit
@@ -123,7 +118,8 @@ def test_what_unused_rows_hold_changes_no_bit(rng):
         return y, vjp(dy)
 
     y, gradients = step(rows, of_rows, kernels, drows)
-    anything = step(jnp.where(unused, jnp.nan, rows), of_rows, kernels, jnp.where(unused, jnp.inf, drows))
+    nan, inf = (np.asarray(value, rows.dtype) for value in (np.nan, np.inf))
+    anything = step(np.where(unused, nan, rows), of_rows, kernels, np.where(unused, inf, drows))
     jax.tree.map(assert_bits, anything, (y, gradients))
     wanted_y, (wanted_dx, wanted_dweights, wanted_dkernels) = step_of(fused)(x, weights, kernels, choices, dy)
     assert_close(ops.unpermute(y, permutation), wanted_y, tolerance=1e-5)

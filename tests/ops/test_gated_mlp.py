@@ -20,7 +20,6 @@ SHAPES = (IN, HIDDEN), (IN, HIDDEN), (HIDDEN, OUT)
 ACTIVATIONS = {
     "gpt-oss": {"activation": ops.Activation("silu", 1.702, 7.0, 1.0)}, "silu": {}, "gelu": {"activation": "gelu"},
 }  # fmt: skip
-BATCHES = [(0, 5), (3, 7), (), (2, 128), (130,)]
 
 
 def layer_by_layer(x, kernels, biases, states, *, activation="silu", **options):
@@ -35,7 +34,12 @@ def fused(x, kernels, biases, states, **options):
 
 @pytest.mark.parametrize(
     ("batch", "recipe", "activation", "kernel_contracting"),
-    in_turns(BATCHES, {**RECIPES, "none": None}, ACTIVATIONS, ["first", "last"]),
+    in_turns(
+        [(3, 7), (0, 5), ()],
+        {"delayed": RECIPES["delayed"], "block": RECIPES["block"], "none": None},
+        ACTIVATIONS,
+        ["first", "last"],
+    ),
 )
 @pytest.mark.usefixtures("native_kernels")
 def test_as_layer_by_layer(batch, activation, recipe, kernel_contracting, rng):

@@ -34,12 +34,9 @@ SPLITS = {
 
 def spec_of(scaling, outer, summed):
     """Shardings of data and scales of a copy, with one dimension in each group."""
-    scales = {
-        "tensor": P(),
-        "row": P(outer),
-        "block_1x128": P(summed, outer),
-        "block_128x128": P(outer, summed),
-    }[scaling]
+    scales = {"tensor": P(), "row": P(outer), "block_1x128": P(summed, outer), "block_128x128": P(outer, summed)}[
+        scaling
+    ]
     return P(outer, summed), scales
 
 
@@ -127,44 +124,7 @@ def test_several_dimensions(make_mesh, rng):
     assert_exchanges_only(compiled, result, "model")
 
 
-def test_heads_whose_shards_could_not_be_addressed(make_mesh, rng):
-    """Heads of 8 values: a shard of one head would have 8 values to sum over, and kernels need 16."""
-    mesh = make_mesh({"data": AUTO})
-    heads = 2 * mesh.size
-    lhs, rhs = (
-        random_quantized(rng, (16,), (heads, 8), "tensor"),
-        random_quantized(rng, (heads, 8), (16,), "tensor"),
-    )
-    expected = product(lhs, rhs)
-    lhs = dataclasses.replace(lhs.without_transposed(), data=place(lhs.data, mesh, P(None, "data")))
-    rhs = dataclasses.replace(rhs.without_data(), transposed=place(rhs.transposed, mesh, P(None, "data")))
-    lhs, rhs = jax.tree.map(lambda x: x if len(x.sharding.device_set) > 1 else place(x, mesh, P()), (lhs, rhs))
-    result = jax.jit(lambda *a: ops.gemm(*a, out_dtype="float32", implementation="native"))(lhs, rhs)
-    assert_product(result, expected, dtype="float32")
-
-
 # ---------------------------------------------------------------------------------------- what follows a split product
-
-
-@pytest.mark.parametrize(("split", "axis_type"), in_turns(["m and n", "m and k"], AXIS_TYPES))
-def test_epilogues(split, axis_type, make_mesh, rng):
-    """Once, after the sum over shards: bias and gelu of parts would be wrong."""
-    mesh = make_mesh({"data": axis_type, "model": axis_type})
-    m, n, k = SPLITS[split]
-    lhs, rhs = draw(rng, "row", 32, 256, 128 * mesh.size)
-    bias = random_array(rng, (256,), "bfloat16")
-    expected = product(lhs, rhs) + wide(bias)[None]
-    operands = (*place_operands(lhs, rhs, mesh, m, n, k), place(bias, mesh, P(n)))
-
-    @jax.jit
-    def run(lhs, rhs, bias):
-        return ops.gemm(lhs, rhs, bias=bias, activation="gelu", save_preactivation=True, implementation="native")
-
-    compiled = run.lower(*operands).compile()
-    result, preactivation = compiled(*operands)
-    assert_close(preactivation, expected, dtype="bfloat16")
-    assert_close(result, gelu(expected), dtype="bfloat16")
-    assert_exchanges_only(compiled, result, k)
 
 
 def test_epilogue_where_a_shard_has_short_rows(make_mesh, rng):

@@ -15,7 +15,7 @@ from parameters import in_turns
 
 from te_jax import native, ops, recipe
 from te_jax.ops.gemm import gemm_sum
-from te_jax.testing import assert_close, relative_error
+from te_jax.testing import assert_close
 
 DEPTHS = {
     "two": ((512,), (512,)),
@@ -30,6 +30,7 @@ def draw(rng, depths, m=(264,), n=(272,), **options):
     return [random_product(rng, m, n, k, "block", **options) for k in depths]
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "rhs_contracting"))
 def sum_of(pairs, dtype="float32", implementation="native", **options):
     return gemm_sum(pairs, out_dtype=jnp.dtype(dtype), implementation=implementation, **options)
 
@@ -42,7 +43,7 @@ def assert_sum(found, pairs, dtype="float32", **options):
 @pytest.mark.parametrize(
     ("depths", "dtype", "lhs_dtype", "rhs_contracting", "implementation"),
     in_turns(
-        {f"{name}{i}": depths for i in range(2) for name, depths in DEPTHS.items()},
+        DEPTHS | {"two again": DEPTHS["two"]},
         ["bfloat16", "float32", "float16"],
         [E4M3, E5M2],
         ["rows", "cols"],
@@ -59,13 +60,14 @@ def test_values(rng, depths, dtype, lhs_dtype, rhs_contracting, implementation, 
     assert_sum(found, pairs, dtype, rhs_contracting=rhs_contracting)
 
 
-@pytest.mark.parametrize("m", [4, 128, 192, 256, 1028])
-@pytest.mark.parametrize("n", [16, 144, 1024])
-def test_tiles(rng, m, n, native_kernels):
+@pytest.mark.parametrize(
+    ("m", "n", "depths"),
+    in_turns([4, 128, 192, 256, 1028], [16, 144, 1024], [((640,), (384,)), ((128,), (640,), (256,))]),
+)
+def test_tiles(rng, m, n, depths, native_kernels):
     """Tiles that rows or columns do not fill, and scales that begin anywhere in 16 bytes."""
-    for depths in ((640,), (384,)), ((128,), (640,), (256,)):
-        pairs = draw(rng, depths, (m,), (n,))
-        assert_sum(sum_of(pairs), pairs)
+    pairs = draw(rng, depths, (m,), (n,))
+    assert_sum(sum_of(pairs), pairs)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -89,10 +91,9 @@ def test_no_product_is_rounded(rng, count, native_kernels):
 )
 def test_one_pass_where_sizes_allow_it(rng, change, calls, native_kernels):
     pairs = draw(rng, **({"depths": DEPTHS["two"], "m": (8,)} | change))
-    run = jax.jit(functools.partial(sum_of, dtype="bfloat16"))
-    text = run.lower(pairs).as_text()
+    text = sum_of.lower(pairs, "bfloat16").as_text()
     assert tuple(len(re.findall(rf"@{name}\(", text)) for name in ("te_gemm_sum", "te_gemm")) == calls
-    assert_sum(run(pairs), pairs, "bfloat16")
+    assert_sum(sum_of(pairs, "bfloat16"), pairs, "bfloat16")
 
 
 def test_pairs_of_several_types_are_several_products(rng, native_kernels):
@@ -126,7 +127,7 @@ def test_two_devices(rng, split, reductions, axis_type, native_kernels, require_
 
     with jax.set_mesh(mesh):
         pairs_there = [put(pair, spec) for pair, spec in zip(pairs, specs, strict=True)]
-        run = jax.jit(sum_of).lower(pairs_there).compile()
+        run = sum_of.lower(pairs_there).compile()
         assert_sum(run(pairs_there), pairs)
     text = run.as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == reductions
@@ -135,13 +136,13 @@ def test_two_devices(rng, split, reductions, axis_type, native_kernels, require_
 
 
 def test_gradient_of_gate_and_up_is_one_product(rng, native_kernels):
-    """The gradient of x, in `ops.dense` and `ops.gated_mlp`."""
+    """The gradient of x, in `ops.dense` and `ops.gated_mlp`; tests/conformance has its values."""
     x = jnp.asarray(rng.standard_normal((256, 128)), jnp.bfloat16)
     kernels = [jnp.asarray(rng.standard_normal((128, 256)), jnp.float32) for _ in range(2)]
     down = jnp.asarray(rng.standard_normal((256, 128)), jnp.float32)
 
-    def dense(x, implementation="native"):
-        ys = ops.dense(x, kernels, recipe=recipe.BlockScaling(), implementation=implementation)
+    def dense(x):
+        ys = ops.dense(x, kernels, recipe=recipe.BlockScaling(), implementation="native")
         return sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in ys)
 
     def mlp(x):
@@ -150,8 +151,6 @@ def test_gradient_of_gate_and_up_is_one_product(rng, native_kernels):
 
     for loss in dense, mlp:
         assert jax.jit(jax.grad(loss)).lower(x).as_text().count("@te_gemm_sum(") == 1
-    found, expected = jax.grad(dense)(x), jax.grad(functools.partial(dense, implementation="reference"))(x)
-    assert relative_error(found, np.asarray(expected)) < 5e-3
 
 
 def _operands(**given):
@@ -183,6 +182,9 @@ def _call(*operands, shape=(8, 32)):
 def test_handler_refuses(given, message, native_kernels):
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"INVALID_ARGUMENT: te_gemm_sum: {message}")):
         jax.block_until_ready(_call(*_operands(**given)))
+
+
+def test_handler_takes_the_rest(native_kernels):
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape("d is F32[8,16]; it must have 256 elements")):
         jax.block_until_ready(_call(*_operands(), shape=(8, 16)))
     np.testing.assert_array_equal(_call(*_operands()), np.full((8, 32), 512.0))

@@ -54,12 +54,6 @@ LAYERS = {
     "dense": lambda x, kernel, recipe, **options: ops.dense(
         x, kernel, recipe=recipe, scaling_state=state_of(recipe), **options
     ),
-    "dense, two kernels": lambda x, kernel, recipe, **options: sum(
-        ops.dense(x, (kernel, kernel), recipe=recipe, scaling_state=states(recipe, 2), **options)
-    ),
-    "einsum": lambda x, kernel, recipe, **options: ops.einsum(
-        "td,df->tf", x, kernel, recipe=recipe, scaling_state=state_of(recipe), **options
-    ),
     "gated_mlp": lambda x, kernel, recipe, **options: ops.gated_mlp(
         x, (kernel,) * 3, recipe=recipe, scaling_state=states(recipe, 3), **options
     ),

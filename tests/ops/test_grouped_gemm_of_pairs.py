@@ -106,14 +106,3 @@ def test_pairs_that_differ_are_two_products(rng):
     found = of_pairs("dgrad", "bfloat16")(first, second, sizes_of("uneven"))
     wanted = expected("dgrad", (first, second), LOADS["uneven"])
     assert_close(found, wanted, dtype="bfloat16", tolerance=tolerance_of("bfloat16", "block"))
-
-
-def test_vmap_does_not_copy_shared_matrices(rng):
-    pairs = draw(rng, "float32", "dgrad")
-    lhs = [jnp.stack([pair[0]] * 3) for pair in pairs]
-
-    def run(first, second, sizes):
-        return of_pairs("dgrad", "float32")((first, pairs[0][1]), (second, pairs[1][1]), sizes)
-
-    text = jax.jit(jax.vmap(run, in_axes=(0, 0, None))).lower(*lhs, sizes_of("uneven")).as_text()
-    assert f"tensor<3x{GROUPS}x" not in text

@@ -9,7 +9,6 @@ import pytest
 from cross_entropy_oracle import OPTIONS, changed, oracle
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from parameters import in_turns
 
 from te_jax import ops
 from te_jax.ops import CrossEntropy
@@ -101,6 +100,11 @@ def test_against_float64(options, dtype, reduction, last, chunk, implementation,
     assert [a.dtype for a in found] == ["float32", dtype, dtype, dtype]
 
 
+def unweighted(x, kernel, labels):
+    """A case without bias and weights, for `expected`."""
+    return x, kernel, np.zeros(kernel.shape[1]), np.ones(labels.shape), labels
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_shards_of_a_vocabulary_that_are_padded(reduction, require_devices, rng):
     """Of 65 columns in 16 bits."""
@@ -108,66 +112,59 @@ def test_shards_of_a_vocabulary_that_are_padded(reduction, require_devices, rng)
     x, kernel, _, _, labels = draw(rng, batch=(20,), dtype="bfloat16")
     mesh = jax.make_mesh((2,), ("vocab",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
-    def loss(x, kernel, vocab_axis=None):
-        return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, reduction=reduction, vocab_axis=vocab_axis))
+    def local(x, kernel):
+        return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, reduction=reduction, vocab_axis="vocab"))
 
-    local = functools.partial(loss, vocab_axis="vocab")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "vocab")), out_specs=P())
-    found, wanted = (jax.jit(jax.value_and_grad(run, (0, 1)))(x, kernel) for run in (mapped, loss))
-    compare(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5, 1e-2, 1e-2)
+    loss, gradients = jax.jit(jax.value_and_grad(mapped, (0, 1)))(x, kernel)
+    wanted, *of_wanted = expected(unweighted(x, kernel, labels), reduction=reduction)
+    compare((loss, *gradients), (np.sum(wanted), *of_wanted[:2]), 2e-3, 1.5e-2, 1.5e-2)
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(("recipe", "vocab"), [("block", 384), ("block", 130), ("current", 130), ("rowwise", 384)])
-def test_gradients_in_fp8(recipe, vocab, last, rng):
-    case = draw(rng, batch=(300,), vocab=vocab, dtype="bfloat16", last=last)
-    case = (case[0], case[1], np.zeros_like(case[2]), *case[3:])
-    found = run(case, last=last, recipe=RECIPES[recipe], chunk_tokens=128, loss=CrossEntropy(z_loss=1e-3))
-    compare(found, expected(case, last=last, loss=CrossEntropy(z_loss=1e-3)), 1e-3, 0.08, 0.08, 0.01)
+ALL_PRODUCTS = ("forward", "dgrad", "wgrad")
+CAPPED = CrossEntropy(label_smoothing=0.1, logit_softcap=3.0)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "products"),
-    in_turns(RECIPES, {"backward": ("dgrad", "wgrad"), "forward": ("forward", "wgrad")}),
+    ("recipe", "vocab", "last", "options", "tolerances"),
+    [
+        ("block", 130, True, {"loss": CrossEntropy(z_loss=1e-3)}, (1e-3, 0.08, 0.08, 0.01)),
+        ("current", 130, False, {"loss": CrossEntropy(z_loss=1e-3)}, (1e-3, 0.08, 0.08, 0.01)),
+        ("rowwise", 384, False, {"reduction": "none"}, (1e-3, 0.08, 0.08, 0.01)),
+        ("block", 384, False, {"loss": CAPPED, "fp8_products": ALL_PRODUCTS}, (5e-3, 0.06, 0.06, 0.04)),
+        ("block", 384, False, {"loss": CAPPED, "fp8_products": ("wgrad",)}, (1e-3, 0.01, 0.05, 0.01)),
+    ],
+    ids=["block, last", "current", "rowwise, none", "all products", "one product"],
 )
-def test_the_reference_computes_it_in_fp8_too(recipe, products, rng, native_kernels):
-    case = draw(rng, batch=(200,), vocab=134, dtype="bfloat16")
-    options = {"loss": CrossEntropy(label_smoothing=0.1, logit_softcap=3.0, z_loss=1e-3), "chunk_tokens": 128}
-    run_ = functools.partial(run, case, recipe=recipe, fp8_products=products, **options)
+def test_fp8(recipe, vocab, last, options, tolerances, rng):
+    case = draw(rng, batch=(300,), vocab=vocab, dtype="bfloat16", last=last)
+    found = run(case, last=last, recipe=RECIPES[recipe], chunk_tokens=128, **options)
+    of_oracle = {name: value for name, value in options.items() if name != "fp8_products"}
+    compare(found, expected(case, last=last, **of_oracle), *tolerances)
+
+
+def test_the_reference_computes_it_in_fp8_too(rng, native_kernels):
+    case = draw(rng, batch=(100,), vocab=134, dtype="bfloat16")
+    options = {"loss": CrossEntropy(label_smoothing=0.1, logit_softcap=3.0, z_loss=1e-3)}
+    run_ = functools.partial(run, case, recipe=BlockScaling(), fp8_products=ALL_PRODUCTS, **options)
     compare(run_(implementation="reference"), run_(implementation="native"), 1e-3, 2e-2, 2e-2, 2e-2)
 
 
-def test_all_products_in_fp8(rng):
-    case = draw(rng, batch=(300,), vocab=384, dtype="bfloat16")
-    loss = CrossEntropy(label_smoothing=0.1, logit_softcap=3.0)
-    options = {"recipe": BlockScaling(), "chunk_tokens": 128, "loss": loss}
-    wanted = expected(case, loss=loss)
-    compare(run(case, fp8_products=("forward", "dgrad", "wgrad"), **options), wanted, 5e-3, 0.06, 0.06, 0.04)
-    compare(run(case, fp8_products=("wgrad",), **options), wanted, 1e-3, 0.01, 0.05, 0.01)
-    x, kernel, _, _, labels = case
-
-    def per_token(x, kernel):
-        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "none", "loss": loss}
-        return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, **options))
-
-    def as_a_sum(x, kernel):
-        options = {"recipe": BlockScaling(), "chunk_tokens": 128, "reduction": "sum", "loss": loss}
-        return ops.linear_cross_entropy(x, kernel, labels, **options)
-
-    for a, b in zip(*(jax.jit(jax.grad(f, (0, 1)))(x, kernel) for f in (per_token, as_a_sum)), strict=True):
-        assert_close(a, b, tolerance=1e-2)
-
-
-@pytest.mark.parametrize("recipe", [None, BlockScaling(), CurrentScaling()], ids=["none", "block", "current"])
+@pytest.mark.parametrize(
+    ("recipe", "implementation"),
+    [(None, "reference"), (BlockScaling(), "native"), (CurrentScaling(), "native")],
+    ids=["none", "block", "current"],
+)
+@pytest.mark.usefixtures("native_kernels")
 def test_ignored_tokens_are_not_read_and_unknown_labels_are_nan(recipe, implementation, rng):
     x, kernel, _, weight, labels = draw(rng, batch=(200,), vocab=256, dtype="bfloat16")
     x, weight, labels = (np.asarray(a) for a in (x, weight, labels))
     ignored = labels == -100
     loss = functools.partial(
-        ops.linear_cross_entropy, labels=labels, recipe=recipe, chunk_tokens=128, implementation=implementation,
-        fp8_products=("forward", "dgrad", "wgrad"),
+        ops.linear_cross_entropy, recipe=recipe, chunk_tokens=128, implementation=implementation,
+        fp8_products=ALL_PRODUCTS,
     )  # fmt: skip
-    both = jax.jit(jax.value_and_grad(lambda x, kernel, weight: loss(x, kernel, weight=weight), argnums=(0, 1, 2)))
+    both = jax.jit(jax.value_and_grad(lambda x, kernel, weight: loss(x, kernel, labels, weight=weight), (0, 1, 2)))
 
     def with_ignored(a, value):
         return np.where(ignored.reshape(-1, *(1,) * (a.ndim - 1)), np.array(value, a.dtype), a)
@@ -177,46 +174,41 @@ def test_ignored_tokens_are_not_read_and_unknown_labels_are_nan(recipe, implemen
         found = both(with_ignored(x, bad), kernel, with_ignored(weight, bad))
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert not np.any(np.asarray(found[1][0], np.float32)[ignored])
-    losses = jax.jit(lambda weight: loss(x, kernel, weight=weight, reduction="none"))(with_ignored(weight, np.inf))
-    assert not np.any(np.asarray(losses)[ignored])
-    unknown = changed(labels, 5, 256)
 
-    def total(x):
-        losses = loss(x, kernel, labels=unknown, reduction="none")
+    def total(x, labels, weight):
+        losses = loss(x, kernel, labels, weight=weight, reduction="none")
         return jnp.sum(losses), losses
 
-    dx, losses = jax.jit(jax.grad(total, has_aux=True))(x)
+    each = jax.jit(jax.grad(total, has_aux=True))
+    assert not np.any(np.asarray(each(x, labels, with_ignored(weight, np.inf))[1])[ignored])
+    dx, losses = each(x, changed(labels, 5, 256), weight)
     np.testing.assert_array_equal(np.isnan(losses), np.arange(200) == 5)
     assert np.all(np.isnan(np.asarray(dx, np.float32)[5]))
 
 
 def test_weights_of_tokens(rng):
     x, kernel, _, weight, labels = draw(rng)
-
-    def mean(weight):
-        return ops.linear_cross_entropy(x, kernel, labels, weight=weight)
-
-    def by_hand(weight):
-        losses = ops.linear_cross_entropy(x, kernel, labels, reduction="none")
-        return jnp.sum(weight * losses) / jnp.sum(jnp.where(labels == -100, 0.0, weight))
-
-    steps = [jax.jit(jax.value_and_grad(f)) for f in (mean, by_hand)]
-    for a, b in zip(*(step(weight) for step in steps), strict=True):
-        assert_close(a, b, tolerance=1e-5)
-    assert float(steps[0](np.zeros_like(weight))[0]) == 0.0
+    step = jax.jit(jax.value_and_grad(lambda weight: ops.linear_cross_entropy(x, kernel, labels, weight=weight)))
+    losses, *_ = expected(unweighted(x, kernel, labels), reduction="none")
+    counted = np.asarray(labels) != -100
+    total = np.sum(np.asarray(weight, np.float64)[counted])
+    mean = np.sum(losses * weight) / total
+    compare(jax.tree.leaves(step(weight)), (mean, np.where(counted, (losses - mean) / total, 0.0)), 1e-5, 1e-5)
+    assert float(step(np.zeros_like(weight))[0]) == 0.0
 
 
 def test_lse(rng, implementation):
     x, kernel, bias, _, labels = draw(rng)
-    options = {"return_lse": True, "implementation": implementation}
-    _, lse = jax.jit(lambda bias: ops.linear_cross_entropy(x, kernel, labels, bias=bias, **options))(bias)
     wanted = np.logaddexp.reduce(np.asarray(x, np.float64) @ np.asarray(kernel) + np.asarray(bias), axis=-1)
-    assert_close(lse, np.where(np.asarray(labels) == -100, 0.0, wanted), dtype="float32", tolerance=1e-5)
 
     def of_lse(x):
-        return jnp.sum(ops.linear_cross_entropy(x, kernel, labels, **options)[1])
+        options = {"return_lse": True, "implementation": implementation}
+        _, lse = ops.linear_cross_entropy(x, kernel, labels, bias=bias, **options)
+        return jnp.sum(lse), lse
 
-    assert not np.any(jax.jit(jax.grad(of_lse))(x))
+    gradient, lse = jax.jit(jax.grad(of_lse, has_aux=True))(x)
+    assert_close(lse, np.where(np.asarray(labels) == -100, 0.0, wanted), dtype="float32", tolerance=1e-5)
+    assert not np.any(gradient)
 
 
 # ------------------------------------------------------------------------------------------------------- accumulators
@@ -240,18 +232,18 @@ def test_accumulator(dtype, vocab, scale, accumulate, reduction, implementation,
         options = {"reduction": reduction, "wgrad_accumulator": sums, "accumulate": accumulate, "chunk_tokens": 64}
         return scale * jnp.sum(ops.linear_cross_entropy(x, kernel, labels, implementation=implementation, **options))
 
-    def plain(kernel):
-        return scale * jnp.sum(ops.linear_cross_entropy(x, kernel, labels, reduction=reduction))
-
     following, dkernel = jax.jit(jax.grad(loss, argnums=(0, 1)))(sums, kernel)
-    wanted = np.asarray(jax.jit(jax.grad(plain))(kernel)) + (np.asarray(sums, np.float32) if accumulate else 0.0)
-    assert_close(np.asarray(following, np.float32), wanted, tolerance=TOLERANCE[dtype])
+    _, _, wanted, _ = expected(unweighted(x, kernel, labels), reduction=reduction, cotangent=scale)
+    wanted = wanted + (np.asarray(sums, np.float32) if accumulate else 0.0)
+    assert_close(np.asarray(following, np.float32), wanted, dtype="float32", tolerance=2 * TOLERANCE[dtype])
     assert following.dtype == dtype
     assert not np.any(dkernel)
 
 
-@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "block"])
-@pytest.mark.parametrize(("dtype", "scale"), [("float32", 2.0**24), ("bfloat16", 1024.0), ("float16", 64.0)])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "recipe"),
+    [("float32", 2.0**24, None), ("bfloat16", 1024.0, BlockScaling()), ("float16", 64.0, None)],
+)
 def test_accumulator_of_a_loss_that_is_scaled(dtype, scale, recipe, rng):
     """What the accumulator holds already, in the same scale, takes nothing from what a microbatch adds."""
     x, kernel, _, _, labels = draw(rng, vocab=128)
@@ -300,10 +292,9 @@ def test_microbatches_add_up_in_place(rng):
     compiled = jax.jit(lambda sums: jax.lax.scan(step, sums, several)[0], donate_argnums=0).lower(kernel).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == kernel.nbytes
-    total = lambda kernel: sum(ops.linear_cross_entropy(x, kernel, each) for each in several)  # noqa: E731
-    wanted = jax.jit(jax.grad(total))(kernel)
+    wanted = sum(expected(unweighted(x, kernel, each))[2] for each in several)
     zeros = jax.device_put(np.zeros_like(kernel), may_alias=False)
-    assert_close(compiled(zeros), wanted, tolerance=1e-5)
+    assert_close(compiled(zeros), wanted, dtype="float32", tolerance=2e-5)
 
 
 def test_accumulator_needs_to_be_differentiated(rng):

@@ -55,7 +55,7 @@ def test_deepseek_v3(rng):
     )
     np.testing.assert_array_equal(found.experts, experts)
     assert_close(found.weights, weights, dtype="float32")
-    without = ops.router(logits, top_k=4, score="sigmoid", scaling_factor=2.5)
+    without = jax.jit(functools.partial(ops.router, top_k=4, score="sigmoid", scaling_factor=2.5))(logits)
     assert (np.asarray(without.experts) != experts).any(), "neither groups nor bias moved any choice"
 
 
@@ -83,17 +83,10 @@ def test_gradients(rng, model):
     assert_close(found[0], expected, dtype="float32", tolerance=2e-5)
 
 
-def test_gradient_has_the_dtype_of_the_logits(rng):
-    logits = draw(rng, 5, EXPERTS, dtype=jnp.bfloat16)
-    gradient = jax.jit(jax.grad(lambda x: ops.router(x, top_k=2).weights[:, 0].sum()))(logits)
-    assert gradient.dtype == jnp.bfloat16
-    assert np.any(gradient)
-
-
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid"}, DEEPSEEK], ids=["softmax", "sigmoid", "groups"])
 def test_of_equal_scores_the_lower_index_is_chosen(options):
     logits = np.zeros((2, EXPERTS), np.float32)
-    experts = ops.router(logits, top_k=4, **options).experts
+    experts = jax.jit(lambda logits: ops.router(logits, top_k=4, **options).experts)(logits)
     np.testing.assert_array_equal(experts, np.tile(np.arange(4), (2, 1)))
 
 
@@ -134,7 +127,7 @@ def test_memory(rng):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_load_balancing_loss(rng, score):
     logits = draw(rng, 12, EXPERTS)
-    experts = ops.router(logits, top_k=4, score=score).experts
+    experts = jax.jit(functools.partial(ops.router, top_k=4, score=score))(logits).experts
     function = functools.partial(ops.load_balancing_loss, score=score)
     loss, gradient = jax.jit(jax.value_and_grad(function))(logits, experts)
     assert_close(loss, oracle.balance(np.asarray(logits, np.float64), experts, score), dtype="float32")
@@ -146,19 +139,12 @@ def test_load_balancing_loss(rng, score):
 
 def test_sequence_loss(rng):
     logits = draw(rng, 3, 8, EXPERTS)
-    experts = ops.router(logits, top_k=4, score="sigmoid").experts
+    experts = jax.jit(functools.partial(ops.router, top_k=4, score="sigmoid"))(logits).experts
     found = jax.jit(functools.partial(ops.load_balancing_loss, score="sigmoid", per_sequence=True))(logits, experts)
     each = [oracle.balance(x, e, "sigmoid") for x, e in zip(np.float64(logits), np.asarray(experts), strict=True)]
     assert_close(found, np.mean(each), dtype="float32")
     whole = jax.jit(functools.partial(ops.load_balancing_loss, score="sigmoid"))(logits, experts)
     assert abs(float(whole) - float(found)) > 1e-3
-
-
-def test_extremes_of_the_loss():
-    loss, logits = jax.jit(ops.load_balancing_loss), np.zeros((8, 8), np.float32)
-    assert_close(loss(logits, np.arange(8)[:, None]), 1.0, dtype="float32")
-    logits[:, 3] = 100.0
-    assert_close(loss(logits, np.full((8, 1), 3)), 8.0, dtype="float32")
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
@@ -184,14 +170,6 @@ def test_tokens_that_do_not_count(rng, per_sequence):
     np.testing.assert_array_equal(counts, np.bincount(experts[:2, :5].ravel(), minlength=EXPERTS))
     nothing = np.zeros((3, 8), bool)
     assert float(step(poisoned, experts, nothing)[0]) == 0.0
-
-
-def test_counts_of_small_integers():
-    """Experts in a dtype that does not hold their number."""
-    counts = jax.jit(lambda experts: ops.expert_counts(experts, 300))(np.array([[3], [255], [3]], np.uint8))
-    counts = np.asarray(counts)
-    assert counts[[3, 255]].tolist() == [2, 1]
-    assert counts.sum() == 3
 
 
 def test_z_loss(rng):
@@ -267,10 +245,7 @@ def test_shard_map(rng, require_devices):
 
     local = functools.partial(all_of, token_axis="data", sequence_axis="sequence")
     mapped = jax.shard_map(
-        local,
-        mesh=mesh_of(AxisType.Auto),
-        in_specs=(split, P()),
-        out_specs=((split, P()), (split, P(), P(), P())),
+        local, mesh=mesh_of(AxisType.Auto), in_specs=(split, P()), out_specs=((split, P()), (split, P(), P(), P()))
     )
     (experts, counts), others = jax.jit(mapped)(logits, bias)
     (wanted, numbers), values = jax.jit(all_of)(logits, bias)
@@ -280,16 +255,6 @@ def test_shard_map(rng, require_devices):
         assert_close(found, expected, tolerance=1e-5)
     found = jax.jit(jax.grad(functools.partial(total, mapped)))(logits, bias)
     assert_close(found, jax.jit(jax.grad(functools.partial(total, all_of)))(logits, bias), tolerance=1e-5)
-
-
-def test_vmap(rng):
-    logits = draw(rng, 3, 2, 8, EXPERTS)
-    bias = biases(rng)
-    found = jax.jit(jax.vmap(all_of, in_axes=(0, None)))(logits, bias)
-    for i in range(3):
-        alone = jax.jit(all_of)(np.asarray(logits)[i], bias)
-        for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
-            assert_close(np.asarray(one)[i], expected, tolerance=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -303,26 +268,22 @@ REFUSED = {
     "top_k is no integer": (lambda: ops.router(LOGITS, top_k=2.0), "top_k is 2.0; it must be an integer"),
     "num_groups": (lambda: ops.router(LOGITS, top_k=2, num_groups=3), "num_groups is 3; it must divide"),
     "top_groups": (lambda: ops.router(LOGITS, top_k=2, num_groups=2, top_groups=3), "there are only 2 groups"),
-    "top_groups and top_k": (
-        lambda: ops.router(LOGITS, top_k=3, num_groups=4, top_groups=2),
-        "top_groups is 2; it must divide top_k, 3",
-    ),
+    "top_groups and top_k": (lambda: ops.router(LOGITS, top_k=3, num_groups=4, top_groups=2),
+     "top_groups is 2; it must divide top_k, 3"),
     "groups too small": (lambda: ops.router(LOGITS, top_k=4, num_groups=4), "1 groups of 2 experts have only 2"),
     "bias": (lambda: ops.router(LOGITS, top_k=2, expert_bias=jnp.zeros(4)), r"expert_bias has shape \(4,\)"),
     "factor": (lambda: ops.router(LOGITS, top_k=2, scaling_factor=np.inf), "scaling_factor is inf"),
     "tokens": (lambda: ops.load_balancing_loss(LOGITS, jnp.zeros((3, 2), jnp.int32)), "begin with the same tokens"),
     "experts": (lambda: ops.load_balancing_loss(LOGITS, jnp.zeros((4, 2))), "they must be integers"),
     "mask": (lambda: ops.router_z_loss(LOGITS, mask=jnp.ones(3, bool)), r"mask has shape \(3,\)"),
-    "no sequence": (
-        lambda: ops.load_balancing_loss(jnp.zeros(8), jnp.zeros(2, jnp.int32), per_sequence=True),
-        r"needs \[\*batch, sequence, experts\]",
-    ),
+    "no sequence": (lambda: ops.load_balancing_loss(jnp.zeros(8), jnp.zeros(2, jnp.int32), per_sequence=True),
+     r"needs \[\*batch, sequence, experts\]"),
     "axis": (lambda: ops.router_z_loss(LOGITS, token_axis="data"), "no axis 'data' is mapped here"),
     "counts": (lambda: ops.update_expert_bias(jnp.zeros(4), jnp.zeros(3)), r"counts have shape \(3,\)"),
     "bias dtype": (lambda: ops.update_expert_bias(jnp.zeros(4, jnp.bfloat16), jnp.zeros(4)), "it must be float32"),
     "rate": (lambda: ops.update_expert_bias(jnp.zeros(4), jnp.zeros(4), rate=-1.0), "rate is -1.0"),
     "num_experts": (lambda: ops.expert_counts(jnp.zeros((4, 2), jnp.int32), 0), "num_experts is 0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,11 +1,6 @@
 """Values and gradients of softmax cross-entropy against a float64 oracle, over shapes, dtypes and options."""
 
 import functools
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parameters import in_turns
 
-import te_jax
 from te_jax import ops, reference
 from te_jax.ops import CrossEntropy
-from te_jax.testing import assert_close, relative_error
+from te_jax.testing import assert_close
 
 DTYPES = ("float32", "bfloat16", "float16")
 REDUCTIONS = ("mean", "sum", "none")
 
 
-# Every pair of options, reduction and dtype: each choice is a program of its own. For the kernel test_any_shape draws
-# from them all.
+# Each choice is a program of its own. For the kernel test_any_shape draws from them all.
 @pytest.mark.parametrize(
     ("options", "reduction", "dtype", "implementation"),
     [
         *in_turns(OPTIONS, REDUCTIONS, DTYPES, ("native",)),
-        *in_turns(OPTIONS, REDUCTIONS[1:] + REDUCTIONS[:1], DTYPES, ("native",)),
         *in_turns(OPTIONS, REDUCTIONS[2:] + REDUCTIONS[:2], DTYPES, ("reference",)),
     ],
 )
@@ -41,37 +33,14 @@ def test_value_and_gradient(dtype, options, reduction, implementation, rng):
     check(logits, labels, rng, implementation=implementation, reduction=reduction, **options)
 
 
-def test_oracle_can_fail(implementation, rng):
-    logits, labels = random_case(rng, (64, 33), "float32")
-    loss = loss_of(logits, labels, reduction="none", implementation=implementation)
-    for options, least in (
-        ({}, 0.0),
-        (OPTIONS["smoothing"], 1e-2),
-        (OPTIONS["z_loss"], 1e-2),
-        (OPTIONS["softcap"], 1e-1),
-    ):
-        error = relative_error(loss, oracle(logits, labels, reduction="none", **options).loss)
-        assert error > least if options else error < 1e-5
-
-
-def test_native_equals_the_reference(native_kernels, rng):
-    logits, labels = random_case(rng, (7, 2, 1031), "float32", ignored=0.3)
-    for options in OPTIONS.values():
-        assert_close(
-            loss_of(logits, labels, implementation="native", **options),
-            jax.jit(functools.partial(reference.softmax_cross_entropy, **options))(logits, labels),
-        )
-
-
 def test_reference_is_exact_in_float64(rng):
     with jax.enable_x64(True):
         logits, labels = random_case(rng, (6, 301), "float64", ignored=0.3)
-        for options in OPTIONS.values():
-            run = functools.partial(reference.softmax_cross_entropy, **options)
-            loss, gradient = jax.jit(jax.value_and_grad(run))(logits, labels)
-            expected = oracle(logits, labels, **options)
-            assert_close(loss, expected.loss, dtype="float64", tolerance=1e-12)
-            assert_close(gradient, expected.gradient, dtype="float64", tolerance=1e-12)
+        run = functools.partial(reference.softmax_cross_entropy, **OPTIONS["all"])
+        loss, gradient = jax.jit(jax.value_and_grad(run))(logits, labels)
+        expected = oracle(logits, labels, **OPTIONS["all"])
+        assert_close(loss, expected.loss, dtype="float64", tolerance=1e-12)
+        assert_close(gradient, expected.gradient, dtype="float64", tolerance=1e-12)
 
 
 # Vocabularies around the widths of vectors, warps and blocks, and others.
@@ -96,13 +65,15 @@ def test_any_shape(batch, vocab, dtype, options, reduction, ignored, seed, nativ
     check(logits, labels, rng, implementation="native", reduction=reduction, **options)
 
 
-@pytest.mark.parametrize("shape", [(1,), (300,), (0, 5), (2, 0, 9), (1, 1), (1, 5000), (2, 1, 3, 17)])
-def test_edge_shapes(shape, implementation, rng):
+@pytest.mark.parametrize(
+    ("shape", "reduction"),
+    in_turns([(1,), (300,), (0, 5), (2, 0, 9), (0, 9), (1, 1), (1, 5000), (2, 1, 3, 17)], ["mean", "none", "none"]),
+)
+def test_edge_shapes(shape, reduction, implementation, rng):
     logits, labels = random_case(rng, shape, "bfloat16")
-    for reduction in ("mean", "none"):
-        loss, gradient = check(logits, labels, rng, implementation=implementation, reduction=reduction)
-        assert loss.shape == (() if reduction == "mean" else shape[:-1])
-        assert gradient.shape == shape
+    loss, gradient = check(logits, labels, rng, implementation=implementation, reduction=reduction)
+    assert loss.shape == (() if reduction == "mean" else shape[:-1])
+    assert gradient.shape == shape
 
 
 @pytest.mark.parametrize(("dtype", "vocab"), in_turns(DTYPES, (61, 64)))
@@ -111,23 +82,16 @@ def test_many_short_rows(dtype, vocab, implementation, rng):
     check(logits, labels, rng, implementation=implementation, reduction="none", **OPTIONS["all"])
 
 
-def test_vocabulary_of_one_has_no_loss(implementation, rng):
-    logits, labels = random_case(rng, (5, 1), "float32")
-    loss, gradient = loss_and_gradient_of(logits, labels, np.float32(1), implementation=implementation)
-    np.testing.assert_allclose(loss, 0.0, atol=1e-6)
-    np.testing.assert_allclose(gradient, 0.0, atol=1e-6)
-
-
 # --------------------------------------------------------------------------------------------------------------- labels
 
 
 @pytest.mark.parametrize(
     ("labels_dtype", "vocab"),
-    [(np.int8, 70000), (np.uint8, 100), (np.int16, 70000), (np.uint16, 70000), (np.int32, 100), (np.uint32, 70000)],
+    [(np.int8, 300), (np.uint8, 100), (np.int16, 40000), (np.uint16, 70000), (np.uint32, 70000)],
 )
 def test_label_dtypes(labels_dtype, vocab, implementation, rng):
     """Also where the dtype cannot hold the vocabulary's size or ignore_index."""
-    logits, labels = random_case(rng, (9, vocab), "bfloat16", labels_dtype=labels_dtype)
+    logits, labels = random_case(rng, (3, vocab), "bfloat16", labels_dtype=labels_dtype)
     check(logits, labels, rng, implementation=implementation)
 
 
@@ -149,9 +113,9 @@ def test_labels_beyond_int32_do_not_wrap_around(implementation, rng):
 @pytest.mark.parametrize(
     ("labels_dtype", "ignore_index"),
     [
-        *((np.int8, index) for index in (-100, 0, 255)),
+        *((np.int8, index) for index in (0, 255)),
         *((np.uint8, index) for index in (255, -1)),
-        *((np.uint32, index) for index in (2**31, -100, 2**40)),
+        *((np.uint32, index) for index in (2**31, 2**40)),
     ],
 )
 def test_ignore_index(labels_dtype, ignore_index, implementation, rng):
@@ -163,16 +127,9 @@ def test_ignore_index(labels_dtype, ignore_index, implementation, rng):
     check(logits, labels, rng, implementation=implementation, loss=CrossEntropy(ignore_index=ignore_index))
 
 
-def test_codes_of_the_kernel_are_no_labels(implementation, rng):
-    """-1 and -2 mean something to the kernel; to the caller they are labels outside the vocabulary."""
-    logits, _ = random_case(rng, (4, 12), "float32")
-    labels = np.array([-1, 3, -2, -100], np.int32)
-    loss, _ = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
-    np.testing.assert_array_equal(np.isnan(loss), [True, False, True, False])
-
-
-@pytest.mark.parametrize("bad", [-1, -99, 50, 51, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("bad", [-1, -2, -99, 50, 51, 2**31 - 1, -(2**31)])
 def test_label_outside_the_vocabulary_gives_nan_in_its_row_only(bad, implementation, rng):
+    """-1 and -2 mean something to the kernel, and nothing to the caller."""
     logits, labels = random_case(rng, (6, 50), "float32", ignored=0.2)
     labels = changed(labels, 2, bad)
     loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
@@ -180,13 +137,12 @@ def test_label_outside_the_vocabulary_gives_nan_in_its_row_only(bad, implementat
     np.testing.assert_array_equal(np.isnan(gradient), np.broadcast_to((np.arange(6) == 2)[:, None], (6, 50)))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_label_outside_the_vocabulary_makes_the_whole_loss_nan(reduction, implementation, rng):
+def test_label_outside_the_vocabulary_makes_the_whole_loss_nan(implementation, rng):
     logits, labels = random_case(rng, (6, 50), "bfloat16")
-    assert np.isnan(loss_of(logits, changed(labels, 3, 50), reduction=reduction, implementation=implementation))
+    assert np.isnan(loss_of(logits, changed(labels, 3, 50), implementation=implementation))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_all_tokens_ignored(reduction, implementation, rng):
     logits, _ = random_case(rng, (3, 4, 70), "bfloat16")
     labels = np.full((3, 4), -100, np.int32)
@@ -198,22 +154,22 @@ def test_all_tokens_ignored(reduction, implementation, rng):
 # ---------------------------------------------------------------------------------------------------- large, not finite
 
 
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["smoothing"]], ids=["plain", "smoothing"])
-def test_large_logits(options, implementation, rng):
+def losses(logits, labels, implementation):
+    """By the program that `check` has for this shape."""
+    ones = np.ones(labels.shape, np.float32)
+    return loss_and_gradient_of(logits, labels, ones, reduction="none", implementation=implementation)[0]
+
+
+def test_large_logits(implementation, rng):
     logits, labels = random_case(rng, (16, 300), "float32", scale=1e4)
     # A log-sum-exp of 10^4 is known to half a unit in the last place of float32, and exp of it to as much.
-    check(logits, labels, rng, implementation=implementation, reduction="none", tolerance=1e-3, **options)
-
-
-def test_large_logits_with_softcap(implementation, rng):
-    logits, labels = random_case(rng, (16, 300), "float32", scale=1e4)
-    check(logits, labels, rng, implementation=implementation, reduction="none", loss=CrossEntropy(logit_softcap=30.0))
+    options = {"reduction": "none", "tolerance": 1e-3, **OPTIONS["smoothing"]}
+    check(logits, labels, rng, implementation=implementation, **options)
 
 
 def test_equal_large_logits_do_not_overflow(implementation):
-    logits = np.full((2, 1000), 3e38, np.float32)
-    loss = loss_of(logits, np.zeros(2, np.int32), reduction="none", implementation=implementation)
-    assert np.isfinite(loss).all()
+    logits = np.full((6, 50), 3e38, np.float32)
+    assert np.isfinite(losses(logits, np.zeros(6, np.int32), implementation)).all()
 
 
 @pytest.mark.parametrize(("softcap", "dtype"), in_turns([0.5, 30.0, 500.0], DTYPES))
@@ -226,7 +182,7 @@ def test_softcap_of_small_and_large_logits(dtype, softcap, implementation, rng):
     )
 
 
-@pytest.mark.parametrize(("softcap", "scale"), in_turns([1e8, 1e12, 1e20, 1e30], [0.25, 3.0]))
+@pytest.mark.parametrize(("softcap", "scale"), in_turns([1e8, 1e20, 1e30], [0.25, 3.0]))
 def test_large_softcaps(softcap, scale, implementation, rng):
     """Logits of the cap's size, whose last digit is more than 1: an exponent off by it would be seen at once."""
     logits, labels = random_case(rng, (16, 1000), "float32", scale=scale * softcap)
@@ -263,16 +219,15 @@ def test_masked_vocabulary(dtype, implementation, rng):
 
 
 def test_masked_label_has_infinite_loss(implementation, rng):
-    logits, _ = random_case(rng, (3, 10), "float32")
-    logits, labels = changed(logits, (1, 4), -np.inf), np.full(3, 4, np.int32)
-    loss = loss_of(logits, labels, reduction="none", implementation=implementation)
-    np.testing.assert_array_equal(np.isposinf(loss), [False, True, False])
+    logits, _ = random_case(rng, (6, 50), "float32")
+    loss = losses(changed(logits, (1, 4), -np.inf), np.full(6, 4, np.int32), implementation)
+    np.testing.assert_array_equal(np.isposinf(loss), np.arange(6) == 1)
     assert not np.isnan(loss).any()
 
 
 @pytest.mark.parametrize(
     ("dtype", "bad", "column"),
-    [*in_turns(DTYPES, [np.nan, np.inf], [0, 130]), *in_turns(DTYPES, [np.inf, np.nan], [0, 130])],
+    [*in_turns(DTYPES, [np.nan, np.inf], [0, 130]), ("float32", np.nan, 130), ("float32", np.inf, 0)],
 )
 def test_nan_and_infinity_stay_in_their_row(dtype, bad, column, implementation, rng):
     """In whatever order a vector unit meets them, and also where the last element of a row is the bad one."""
@@ -290,14 +245,16 @@ def test_nan_and_infinity_stay_in_their_row(dtype, bad, column, implementation, 
 
 
 def test_row_without_any_probability_is_nan(implementation, rng):
-    logits, labels = random_case(rng, (4, 40), "float32")
+    logits, labels = random_case(rng, (6, 50), "float32")
     logits = changed(logits, 1, -np.inf)
     loss, gradient = check(logits, labels, rng, implementation=implementation, reduction="none", equal_nan=True)
-    np.testing.assert_array_equal(np.isnan(loss), np.arange(4) == 1)
-    np.testing.assert_array_equal(np.isnan(gradient).any(axis=1), np.arange(4) == 1)
+    np.testing.assert_array_equal(np.isnan(loss), np.arange(6) == 1)
+    np.testing.assert_array_equal(np.isnan(gradient).any(axis=1), np.arange(6) == 1)
 
 
-@pytest.mark.parametrize(("options", "bad"), in_turns(OPTIONS, [np.nan, np.inf, -np.inf]))
+@pytest.mark.parametrize(
+    ("options", "bad"), [(OPTIONS["plain"], np.nan), (OPTIONS["all"], np.inf), (OPTIONS["all"], -np.inf)]
+)
 def test_ignored_rows_leak_nothing(bad, options, implementation, rng):
     logits, labels = random_case(rng, (4, 40), "float32")
     logits, labels = changed(changed(logits, 1, bad), (2, 7), bad), changed(labels, slice(1, 3), -100)
@@ -323,38 +280,6 @@ def test_repeated_runs_give_the_same_bits(dtype, native_kernels, rng):
     for _ in range(10):
         for again, once in zip(run(logits, labels), first, strict=True):
             assert np.asarray(again).tobytes() == once.tobytes()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a way to limit a process to one core")
-def test_one_thread_and_many_give_the_same_bits(rng):
-    """The CPU kernels, with XLA's pool of as many threads as there are cores, and of one."""
-    code = """
-        import os, sys
-        cores, seed = int(sys.argv[1]), int(sys.argv[2])
-        if cores:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-        import hashlib
-        import jax, jax.numpy as jnp, numpy as np
-        from te_jax import ops
-        rng = np.random.default_rng(seed)
-        logits = jax.device_put(rng.standard_normal((300, 5003), np.float32))
-        labels = jax.device_put(np.asarray(rng.integers(0, 5003, 300), jnp.int32))
-        rows = lambda x: ops.softmax_cross_entropy(x, labels, ops.CrossEntropy(label_smoothing=0.1), reduction="none")
-        losses, vjp = jax.vjp(rows, logits)
-        arrays = losses, vjp(jnp.linspace(1, 2, 300))[0]
-        print(hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in arrays)).hexdigest())
-    """
-    root = str(Path(te_jax.__file__).parent.parent)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
-    seed = str(rng.integers(2**31))
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code), cores, seed],
-            env=environment, check=True, capture_output=True, text=True, timeout=120,
-        ).stdout
-        for cores in ("0", "1")
-    }  # fmt: skip
-    assert len(digests) == 1
 
 
 def test_a_row_does_not_depend_on_its_neighbours(native_kernels, rng):

@@ -34,21 +34,13 @@ LABELS = jnp.zeros(4, jnp.int32)
         (LOGITS, "labels", {}, "labels is of type str; it must be an array"),
         (LOGITS, LABELS, {"reduction": "avg"}, "reduction is 'avg'; it must be 'mean', 'sum' or 'none'"),
         (LOGITS, LABELS, {"reduction": None}, "reduction is None"),
-        (
-            LOGITS,
-            LABELS,
-            {"implementation": "cuda"},
-            "implementation is 'cuda'; it must be None,",
-        ),
-        (
-            LOGITS,
-            LABELS,
-            {"vocab_axis": 3},
-            "vocab_axis is 3; it must be the name of a mesh axis, or a tuple of several",
-        ),
-        (LOGITS, LABELS, {"vocab_axis": ""}, "vocab_axis is '', but no axis '' is mapped here"),
+        (LOGITS, LABELS, {"implementation": "cuda"}, "implementation is 'cuda'; it must be None,"),
+        (LOGITS, LABELS, {"vocab_axis": 3},
+         "vocab_axis is 3; it must be the name of a mesh axis, or a tuple of several"),
+        (LOGITS, LABELS, {"vocab_axis": "v"}, "vocab_axis is 'v', but no axis 'v' is mapped here; call it inside"),
+        (LOGITS, LABELS, {"loss": 0.1}, "loss is 0.1; it must be a te_jax.ops.CrossEntropy, such as"),
     ],
-)
+)  # fmt: skip
 def test_message_names_argument_value_and_rule(logits, labels, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ops.softmax_cross_entropy(logits, labels, **options)
@@ -90,27 +82,9 @@ def test_numbers_of_a_loss(numbers, message):
         ops.CrossEntropy(**numbers)
 
 
-def test_a_loss_is_a_value():
-    with pytest.raises(ValueError, match=r"loss is 0.1; it must be a te_jax\.ops\.CrossEntropy, such as"):
-        ops.softmax_cross_entropy(LOGITS, LABELS, 0.1)
-
-
 def test_float64_logits_are_refused():
     with jax.enable_x64(True), pytest.raises(ValueError, match="logits have dtype float64"):
         ops.softmax_cross_entropy(jnp.zeros((4, 8), jnp.float64), LABELS)
-
-
-def test_errors_come_while_tracing():
-    with pytest.raises(ValueError, match="labels have shape"):
-        jax.eval_shape(ops.softmax_cross_entropy, LOGITS, LABELS[:2])
-
-
-def test_unknown_axis_is_named(implementation):
-    message = (
-        "vocab_axis is 'vocabulary', but no axis 'vocabulary' is mapped here; call it inside shard_map or pmap over"
-    )
-    with pytest.raises(ValueError, match=message):
-        ops.softmax_cross_entropy(LOGITS, LABELS, vocab_axis="vocabulary", implementation=implementation)
 
 
 def test_axes_of_another_mesh(make_mesh):
@@ -121,7 +95,7 @@ def test_axes_of_another_mesh(make_mesh):
         )
 
     with pytest.raises(ValueError, match="no axis 'model' is mapped here"):
-        loss(jnp.zeros((8, 8)))
+        jax.eval_shape(loss, np.zeros((8, 8), np.float32))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad, jax.checkpoint], ids=["", "jit", "grad", "remat"])

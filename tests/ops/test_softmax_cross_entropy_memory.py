@@ -79,13 +79,6 @@ def projected(hidden, weights, labels):
     logits = hidden @ weights
     return ops.softmax_cross_entropy(logits, labels, implementation="native")
 
-
-def test_gradient_is_written_over_intermediate_logits(rng):
-    hidden = jax.device_put(np.asarray(rng.standard_normal((ROWS, 16)), jnp.bfloat16))
-    weights = jax.device_put(np.asarray(rng.standard_normal((16, VOCAB)), jnp.bfloat16))
-    labels = jax.device_put(np.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32))
-    compiled = jax.jit(jax.grad(projected)).lower(hidden, weights, labels).compile()
-    assert copies(compiled) == []
     # No memory figure: XLA's CPU matrix products make float32 copies of bfloat16 operands, and on a GPU the workspace
     # of such a product is larger than these logits; tests/gpu measures large ones.
 

@@ -1,10 +1,12 @@
 """Random parameters and gradients, Adam in NumPy's float64, and how states are compared and read."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from te_jax import optim
 
@@ -57,6 +59,21 @@ def weight(param, code):
 def types(tree):
     """The structure, and dtype, shape and weakness of every leaf."""
     return jax.tree.structure(tree), [(x.dtype, x.shape, x.weak_type) for x in jax.tree.leaves(tree)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(transform, params, state, g):
+    """Parameters and state after a step."""
+    updates, state = transform.update(g, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def run(transform, params, gradients, state=None):
+    """Parameters and state after some steps."""
+    state = transform.init(params) if state is None else state
+    for g in gradients:
+        params, state = step(transform, params, state, g)
+    return params, state
 
 
 def adam_state(state):

@@ -16,7 +16,6 @@ from te_jax import optim
 from te_jax.testing import assert_close, relative_error
 
 NARROW = {name: dtype for name, dtype in MOMENT_DTYPES.items() if name != "float32"}
-CHOICES = {"none": None, **MOMENT_DTYPES}
 narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
 
 
@@ -38,10 +37,8 @@ def kernels_only(params):
 
 
 PAIRS = {
-    "adam": (optim.adam, optax.adam, {"b1": 0.8, "eps_root": 0.01}),
-    "adamw": (optim.adamw, optax.adamw, {"weight_decay": 0.1, "mask": kernels_only}),
-    "nadam": (functools.partial(optim.adam, nesterov=True), optax.nadam, {"b2": 0.99}),
-    "nadamw": (functools.partial(optim.adamw, nesterov=True), optax.nadamw, {"eps": 1e-6}),
+    "adamw": (optim.adamw, optax.adamw, {"b1": 0.8, "eps_root": 0.01, "weight_decay": 0.1, "mask": kernels_only}),
+    "nadam": (functools.partial(optim.adam, nesterov=True), optax.nadam, {"b2": 0.99, "eps": 1e-6}),
 }
 
 
@@ -80,7 +77,7 @@ def test_float32_is_optax(ours, theirs, options, standard_promotion, rng):
     assert jnp.linalg.norm(actual["kernel"] - params["kernel"]) > 0.1
 
 
-@pytest.mark.parametrize(("dtype", "stochastic_rounding"), in_turns(NARROW, {"random": True, "nearest": False}))
+@pytest.mark.parametrize(("dtype", "stochastic_rounding"), [(FLOAT8, True), (jnp.bfloat16, False)])
 def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding, standard_promotion, rng):
     with jax.enable_x64(True):
         params = random_params(rng, "float64")
@@ -94,10 +91,7 @@ def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding,
         jax.tree.map(functools.partial(assert_close, tolerance=0.15), updates, expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "x64"),
-    [("float32", False), ("bfloat16", True), ("float64", True)],
-)
+@pytest.mark.parametrize(("dtype", "x64"), [("bfloat16", False), ("float64", True)])
 def test_decays_that_are_arrays(dtype, x64, rng):
     b1, b2 = np.asarray([0.875, 0.9375], dtype)
     gradient = jax.device_put(np.asarray(rng.standard_normal((3, 40)), jnp.float32))
@@ -117,7 +111,9 @@ def rounding_error(dtype, decay, steps):
     return float(jnp.finfo(dtype).eps) / 2 * np.sqrt(sum(decay ** (2 * k) for k in range(steps)))
 
 
-@pytest.mark.parametrize(("mu_dtype", "nu_dtype"), [*in_turns(CHOICES, [*CHOICES.values()][1:]), (FLOAT8, FLOAT8)])
+@pytest.mark.parametrize(
+    ("mu_dtype", "nu_dtype"), [*in_turns(NARROW, [FLOAT8, jnp.bfloat16, jnp.float16]), (None, "float32")]
+)
 def test_moments_are_close_to_float32(mu_dtype, nu_dtype, rng):
     x, steps = jnp.zeros((6, 300)), 20
     gradients = normal_like(rng, x, steps)
@@ -174,10 +170,9 @@ def test_weight_decay_of_16_bit_parameters_is_float32(standard_promotion, rng):
     assert_close(actual, expected, dtype="float32", tolerance=1e-6)
 
 
-@pytest.mark.parametrize("make", [optim.adam, optim.adamw])
-def test_updates_of_16_bits_are_rounded_once(make, standard_promotion, rng):
+def test_updates_of_16_bits_are_rounded_once(standard_promotion, rng):
     params, first, gradient = (normal_like(rng, jnp.zeros((3, 200), jnp.bfloat16)) for _ in range(3))
-    transform = make(0.3, mu_dtype="float32", nu_dtype="float32")
+    transform = optim.adamw(0.3, mu_dtype="float32", nu_dtype="float32")
     update = jax.jit(transform.update)
     _, state = update(first, transform.init(params), params)
     narrow, wide = (update(gradient.astype(d), state, params)[0] for d in (jnp.bfloat16, jnp.float32))
@@ -187,7 +182,7 @@ def test_updates_of_16_bits_are_rounded_once(make, standard_promotion, rng):
 # ---------------------------------------------------------------------------------- second moments follow the gradients
 
 
-def after_a_fall(transform, size=16384):
+def after_a_fall(transform, size):
     """Mean of nu after 1000 gradients of 1 and 2000 of 0.001."""
 
     @jax.jit
@@ -204,23 +199,26 @@ def after_a_fall(transform, size=16384):
 FALLEN = (1 - 0.999**1000) * 0.999**2000 + 1e-6 * (1 - 0.999**2000)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float16", 0.01), (FLOAT8, 0.03)], ids=NARROW)
-def test_second_moments_follow_their_gradients(dtype, tolerance, rng):
+@pytest.mark.parametrize(
+    ("dtype", "size", "tolerance"),
+    [("bfloat16", 4096, 0.01), ("float16", 1024, 0.01), (FLOAT8, 16384, 0.03)],
+    ids=NARROW,
+)
+def test_second_moments_follow_their_gradients(dtype, size, tolerance, rng):
     transform = optim.scale_by_adam(nu_dtype=dtype, seed=int(rng.integers(2**31)))
-    assert after_a_fall(transform) == pytest.approx(FALLEN, rel=tolerance)
+    assert after_a_fall(transform, size) == pytest.approx(FALLEN, rel=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", FLOAT8], ids=["bfloat16", "float8"])
-def test_rounded_to_nearest_they_do_not(dtype):
+def test_rounded_to_nearest_they_do_not():
     """In bfloat16 as optax has it: half of the last digit is more than a step."""
-    transform = optim.scale_by_adam(nu_dtype=dtype, stochastic_rounding=False)
+    transform = optim.scale_by_adam(nu_dtype="bfloat16", stochastic_rounding=False)
     assert abs(after_a_fall(transform, 256) / FALLEN - 1) > 0.3
 
 
 # ---------------------------------------------------------------------------------------------------- extreme gradients
 
 
-@pytest.mark.parametrize(("magnitude", "dtype"), in_turns([1e-16, 1e4, 1e12, 1e-12], [jnp.float16, FLOAT8]))
+@pytest.mark.parametrize(("magnitude", "dtype"), in_turns([1e-16, 1e12], [jnp.float16, FLOAT8]))
 def test_gradients_of_any_magnitude(dtype, magnitude, rng):
     """What float16 and FP8 could not hold by themselves."""
     x, steps = jnp.zeros((4, 200)), 10
@@ -237,9 +235,7 @@ def test_gradients_of_any_magnitude(dtype, magnitude, rng):
 def test_bounds_of_blocks_take_the_steps_of_their_moments(rng):
     """They are the moments of the largest magnitudes, so they fall as fast as the gradients do."""
     x = jnp.zeros((3, 300))
-    gradients = normal_like(rng, x, 10) * jax.device_put(
-        np.asarray(np.geomspace(1, 1e-3, 10)[:, None, None], jnp.float32)
-    )
+    gradients = np.asarray(normal_like(rng, x, 10)) * np.geomspace(1, 1e-3, 10, dtype=np.float32)[:, None, None]
     _, state = after(optim.scale_by_adam(mu_dtype=FLOAT8, nu_dtype=FLOAT8), gradients, x)
     largest = np.stack([np.abs(part).max(axis=-1) for part in np.split(gradients, [128, 256], axis=-1)], axis=-1)
     expected = adam_oracle(largest)
@@ -281,7 +277,8 @@ ADAMS_BOUND = 0.1 / 0.001**0.5
 
 
 @pytest.mark.parametrize(
-    ("mu_dtype", "nu_dtype"), [*in_turns(MOMENT_DTYPES, MOMENT_DTYPES), ("float32", FLOAT8), (jnp.float16, "float32")]
+    ("mu_dtype", "nu_dtype"),
+    [("float32", FLOAT8), (jnp.float16, "float32"), (jnp.bfloat16, jnp.bfloat16), (FLOAT8, jnp.float16)],
 )
 def test_finite_gradients_never_destroy_weights(mu_dtype, nu_dtype, rng):
     """One step has gradients whose squares float32 does not hold: `skip_nonfinite` must not skip it, because they are
@@ -315,10 +312,7 @@ def test_gradients_are_clipped_beyond_optax_range(standard_promotion, rng):
         assert_ulps((updates, state.mu, state.nu), (expected, expected_state.mu, expected_state.nu), count=8)
 
 
-@pytest.mark.parametrize(
-    ("mu_dtype", "nu_dtype"),
-    [("float64", "float64"), ("float64", FLOAT8), (FLOAT8, "float64")],
-)
+@pytest.mark.parametrize(("mu_dtype", "nu_dtype"), [("float64", FLOAT8), (FLOAT8, "float64")])
 def test_finite_float64_gradients_never_destroy_weights(mu_dtype, nu_dtype):
     with jax.enable_x64(True):
         gradients = jnp.full((4, 40), 0.1, "float64").at[1, :30].set(jnp.asarray([2e19, -1e60, 1e300] * 10))
@@ -334,41 +328,41 @@ def test_finite_float64_gradients_never_destroy_weights(mu_dtype, nu_dtype):
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2", "complex64", "bf16"])
-@pytest.mark.parametrize("name", ["mu_dtype", "nu_dtype"])
-def test_dtypes_that_moments_cannot_have(name, dtype):
-    with pytest.raises(ValueError, match=f"{name} is {dtype}: choose float32, bfloat16, float16 or float8_e4m3fn"):
-        optim.adamw(1e-3, **{name: dtype})
+OF_DTYPE = "choose float32, bfloat16, float16 or float8_e4m3fn"
+ARGUMENTS = {
+    **{
+        f"{name} is {dtype}: {OF_DTYPE}": {name: dtype}
+        for name in ("mu_dtype", "nu_dtype")
+        for dtype in ("int8", "float8_e5m2", "complex64", "bf16")
+    },
+    **{
+        f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1": {"mu_dtype": "bfloat16", "seed": seed}
+        for seed in (-1, 2**32, np.int64(2**33), 1.5, "1", None, np.arange(3))
+    },
+    **{
+        f"{name} is {value!r}; it must be True or False": {name: value}
+        for name in ("nesterov", "stochastic_rounding", "skip_nonfinite")
+        for value in ("no", None, 1)
+    },
+}
 
 
-@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e5m2"])
-def test_parameters_that_are_no_numbers_of_16_bits_or_more(dtype):
-    params = {"a": np.zeros(3, np.float32), "b": np.zeros(3, dtype)}
-    with pytest.raises(ValueError, match=f"a parameter has dtype {dtype}: Adam needs parameters in float32, bfloat16"):
-        jax.eval_shape(optim.adam(0.1).init, params)
+@pytest.mark.parametrize("message", ARGUMENTS)
+def test_arguments_of_no_use(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optim.adamw(1e-3, **ARGUMENTS[message])
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, np.int64(2**33), 1.5, "1", None, np.arange(3)], ids=repr)
-def test_seeds_out_of_range(seed):
-    with pytest.raises(ValueError, match=re.escape(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")):
-        optim.adam(1e-3, mu_dtype="bfloat16", seed=seed)
-
-
-@pytest.mark.parametrize("name", ["nesterov", "stochastic_rounding", "skip_nonfinite"])
-def test_flags_that_are_neither_true_nor_false(name):
-    for value in ("no", None, 1):
-        with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; it must be True or False")):
-            optim.adamw(1e-3, **{name: value})
-
-
-@pytest.mark.parametrize("state", [optax.scale_by_adam().init(jnp.ones(3)), {"count": 0}], ids=["optax", "dict"])
-def test_states_of_others(state):
-    message = f"state is a {type(state).__module__}.{type(state).__name__}; it must be .* te_jax.optim.convert_state"
-    with pytest.raises(ValueError, match=message):
-        optim.scale_by_adam().update(jnp.ones(3), state)
-
-
-def test_gradients_of_other_shapes():
+def test_parameters_states_and_gradients_of_others():
+    for dtype in ("int32", "complex64", "float8_e5m2"):
+        params = {"a": np.zeros(3, np.float32), "b": np.zeros(3, dtype)}
+        message = f"a parameter has dtype {dtype}: Adam needs parameters in float32, bfloat16"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(optim.adam(0.1).init, params)
     adam = optim.scale_by_adam()
+    for state in (optax.scale_by_adam().init(jnp.ones(3)), {"count": 0}):
+        name = f"{type(state).__module__}.{type(state).__name__}"
+        with pytest.raises(ValueError, match=f"state is a {name}; it must be .* te_jax.optim.convert_state"):
+            adam.update(jnp.ones(3), state)
     with pytest.raises(ValueError, match=r"shape \(4, 1\) whose moments have shape \(4, 2\): gradients must have"):
         jax.eval_shape(adam.update, {"w": jnp.ones((4, 1))}, jax.eval_shape(adam.init, {"w": jnp.ones((4, 2))}))

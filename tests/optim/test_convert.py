@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optim_cases import FLOAT8, MOMENT_DTYPES, adam_state, assert_same, moments, normal_like, types, weight
+from optim_cases import FLOAT8, MOMENT_DTYPES, adam_state, assert_same, moments, normal_like, run, types, weight
 from parameters import in_turns
 
 from te_jax import optim
@@ -19,21 +19,12 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = {"kernel": jnp.zeros((3, 200)), "scale": jnp.zeros(()), "absent": None}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def step(transform, params, g, state):
-    updates, state = transform.update(g, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def run(transform, params, gradients, state=None):
-    state = transform.init(params) if state is None else state
-    for g in gradients:
-        params, state = step(transform, params, g, state)
-    return params, state
-
-
+@functools.cache
 def narrow(dtype, **options):
     return optim.adamw(0.1, mu_dtype=dtype, nu_dtype=dtype, **options)
+
+
+OURS, THEIRS = optim.adamw(0.1), optax.adamw(0.1)
 
 
 @pytest.fixture
@@ -51,7 +42,7 @@ def drawn_state(rng):
     """Of optax's AdamW, as after four steps."""
     params = normal_like(rng, SHAPES)
     state = optax.adamw(0.1).init(params)
-    mu, nu = normal_like(rng, SHAPES), jax.tree.map(jnp.square, normal_like(rng, SHAPES))
+    mu, nu = normal_like(rng, SHAPES), jax.tree.map(lambda x: jax.device_put(np.square(x)), normal_like(rng, SHAPES))
     return params, (state[0]._replace(count=jnp.int32(4), mu=mu, nu=nu), *state[1:])
 
 
@@ -74,17 +65,17 @@ def test_optax_to_ours_among_each_other_and_back(dtype, to, drawn_state):
     ours = convert(narrow(dtype), state, params)
     assert types(ours) == types(narrow(dtype).init(params))
     assert ours[0].count == 4
-    wide = convert(optax.adamw(0.1), ours, params)
+    wide = convert(THEIRS, ours, params)
     assert types(wide) == types(state)
     others = convert(narrow(to), ours, params)
     assert types(others) == types(narrow(to).init(params))
     is_wider = jnp.finfo(to).nmant >= jnp.finfo(dtype).nmant
-    others = convert(optax.adamw(0.1), others, params)
+    others = convert(THEIRS, others, params)
     for name in ("mu", "nu"):
         exact, actual, again = (getattr(each[0], name)["kernel"] for each in (state, wide, others))
         assert_rounded_once(actual, exact, dtype, exact=dtype == jnp.float32)
         assert_rounded_once(again, actual, to, exact=is_wider)
-    again = convert(optax.adamw(0.1), convert(narrow(dtype), wide, params), params)
+    again = convert(THEIRS, convert(narrow(dtype), wide, params), params)
     assert_same(again, wide)
 
 
@@ -93,28 +84,27 @@ def test_float16_has_blocks_here_and_none_in_optax(params, gradients):
     theirs, ours = optax.adamw(0.1, mu_dtype=jnp.float16), optim.adamw(0.1, mu_dtype=jnp.float16)
     for before, after in ((theirs, ours), (ours, theirs)):
         new, state = run(before, params, gradients)
-        converted = optim.convert_state(after, state, new)
+        converted = convert(after, state, new)
         assert types(converted) == types(after.init(new))
-        found, expected = (optim.convert_state(optax.adamw(0.1), s, new)[0].mu["kernel"] for s in (converted, state))
+        found, expected = (convert(THEIRS, s, new)[0].mu["kernel"] for s in (converted, state))
         if after is theirs:  # without scales small numbers are subnormal
-            expected = expected.astype(jnp.float16).astype(jnp.float32)
+            expected = np.asarray(expected).astype(np.float16).astype(np.float32)
         assert_rounded_once(found, expected, jnp.float16, exact=after is theirs)
 
 
 def test_carrying_on_after_float32_to_float32(params, gradients):
     """The bits of a run that was not converted, whoever's it is."""
-    for before, after in ((optim.adamw(0.1), optim.adamw(0.1)), (optax.adamw(0.1), optax.adamw(0.1))):
-        half, state = run(before, params, gradients[:2])
-        there = optim.convert_state(optim.adamw(0.1), state, half)
-        back = optim.convert_state(after, there, half)
+    for of in (OURS, THEIRS):
+        half, state = run(of, params, gradients[:2])
+        back = convert(of, convert(OURS, state, half), half)
         assert_same(back, state)
-        assert_same(run(after, half, gradients[2:], back), run(before, params, gradients))
+        assert_same(run(of, half, gradients[2:], back), run(of, params, gradients))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, FLOAT8], ids=["float16", "float8"])
 def test_second_moments_stay_above_zero(dtype):
     """As steps keep them: next to nothing beside the largest of a block is still something to divide by."""
-    state = optax.adamw(0.1).init(SHAPES)
+    state = THEIRS.init(SHAPES)
     nu = {**state[0].nu, "kernel": jnp.full((3, 200), 1e-20).at[:, ::100].set(0.75)}
     state = (state[0]._replace(nu=nu), *state[1:])
     converted = optim.convert_state(narrow(dtype), state, SHAPES)[0]
@@ -228,7 +218,7 @@ def test_injected_hyperparameters(params, gradients):
 
 
 def test_other_compositions(params):
-    ours, plain = optim.adamw(0.1), optax.adamw(0.1)
+    ours, plain = OURS, THEIRS
     pairs = [
         (ours, optax.sgd(0.1, momentum=0.9)),
         (ours, optax.chain(optax.clip(1.0), plain)),

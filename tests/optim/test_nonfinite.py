@@ -169,8 +169,7 @@ def test_float16_gradients_that_would_vanish():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale", "value"),
-    [("float32", 2.0**-10, 1e37), ("float16", 2.0**-120, 6e4), ("float64", 2.0, 1e300)],
+    ("dtype", "scale", "value"), [("float32", 2.0**-10, 1e37), ("float16", 2.0**-120, 6e4), ("float64", 2.0, 1e300)]
 )
 def test_gradients_that_overflow_when_they_are_unscaled(dtype, scale, value):
     """Finite as they come, they are not as the wrapped transform would get them: the step is left out."""

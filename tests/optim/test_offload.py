@@ -15,8 +15,10 @@ from te_jax import optim
 from te_jax.recipe import BlockScaling
 
 OPTIMIZERS = {
-    "FP8, skips": ("float32", optim.adamw(1e-2, mu_dtype=FLOAT8, nu_dtype=FLOAT8, skip_nonfinite=True)),
-    "masters": ("bfloat16", optim.adamw(1e-2, mu_dtype="bfloat16", nu_dtype="bfloat16", master_dtype=jnp.int16)),
+    "FP8, skips": (
+        "bfloat16",
+        optim.adamw(1e-2, mu_dtype=FLOAT8, nu_dtype=FLOAT8, master_dtype=jnp.int16, skip_nonfinite=True),
+    ),
     "optax, clipped": ("float32", optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))),
 }
 
@@ -40,7 +42,7 @@ def kinds(state, size):
 
 @pytest.mark.parametrize(("dtype", "optimizer"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_same_bits_over_several_steps(dtype, optimizer, rng):
-    """With a step that is not finite, which the second optimizer skips."""
+    """With a step that is not finite, which one of them skips."""
     params = normal_like(
         rng, {"kernel": np.zeros((3, 200), dtype), "bias": np.zeros(300, dtype), "scale": np.zeros((), dtype)}
     )
@@ -77,7 +79,7 @@ def test_a_state_on_the_device_goes_to_the_host(rng):
     assert_same(state, expected)
 
 
-@pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("mode", ["explicit", "shard_map"])
 def test_several_devices(mode, rng, require_devices):
     require_devices(4)
     axis = AxisType.Explicit if mode == "explicit" else AxisType.Auto

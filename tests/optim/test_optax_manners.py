@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optim_cases import FLOAT8, adam_state, assert_same, normal_like, types
+from optim_cases import FLOAT8, adam_state, assert_same, normal_like, run, types
 from parameters import in_turns
 
 from te_jax import optim
@@ -39,6 +39,7 @@ few_cases = pytest.mark.parametrize("case", ["adamw in few bits", "int16 masters
 WITH_MASTERS = ("float32 masters", "int16 masters", "loss scale")
 
 
+@functools.cache
 def transform_of(case, **options):
     make, defaults, _ = CASES[case]
     return make(**{**defaults, **options})
@@ -57,20 +58,6 @@ def gradients(params, rng):
     return [normal_like(rng, params) for _ in range(3)]
 
 
-def run(transform, params, gradients, state=None):
-    """Parameters and state after some steps."""
-
-    @jax.jit
-    def step(params, state, g):
-        updates, state = transform.update(g, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = transform.init(params) if state is None else state
-    for g in gradients:
-        params, state = step(params, state, g)
-    return params, state
-
-
 def assert_alike(actual, expected):
     """Parameters; programs that are compiled differently may round one moment in a million to its other neighbour.
 
@@ -78,7 +65,7 @@ def assert_alike(actual, expected):
     assert types(actual) == types(expected)
 
     def all_values(tree):
-        return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(tree)])
+        return np.concatenate([np.ravel(leaf).astype(np.float32) for leaf in jax.tree.leaves(tree)])
 
     dtype = jax.tree.leaves(expected)[0].dtype
     assert_close(all_values(actual), all_values(expected), tolerance={FLOAT32: 1e-3, BFLOAT16: 1e-2}[dtype])
@@ -131,12 +118,12 @@ def test_init_of_shapes_alone(case, params):
 @cases
 def test_updates_have_the_gradients_dtypes_or_float32_with_masters(case, params, gradients):
     transform = transform_of(case)
-    state = transform.init(params)
+    state = jax.eval_shape(transform.init, params)
     updates, _ = jax.eval_shape(transform.update, gradients[0], state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     expected = FLOAT32 if case in WITH_MASTERS else CASES[case][2]
     assert {u.dtype for u in jax.tree.leaves(updates)} == {expected}
-    wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients[0])
+    wide = jax.tree.map(lambda g: np.asarray(g, np.float32), gradients[0])
     updates, _ = jax.eval_shape(transform.update, wide, state, params)
     assert {u.dtype for u in jax.tree.leaves(updates)} == {FLOAT32}
 
@@ -144,7 +131,7 @@ def test_updates_have_the_gradients_dtypes_or_float32_with_masters(case, params,
 @cases
 def test_state_keeps_its_type_in_loops_and_branches(case, params, gradients):
     transform = transform_of(case)
-    state = transform.init(params)
+    state = jax.eval_shape(transform.init, params)
 
     def step(carry, g):
         params, state = carry
@@ -152,7 +139,7 @@ def test_state_keeps_its_type_in_loops_and_branches(case, params, gradients):
         after = lax.cond(jnp.all(updates["scale"] > 0), lambda: after, lambda: state)
         return (optax.apply_updates(params, updates), after), None
 
-    stacked = jax.tree.map(lambda *g: jnp.stack(g), *gradients)
+    stacked = jax.tree.map(lambda *g: np.stack(g), *gradients)
     (_, after), _ = jax.eval_shape(lambda *args: lax.scan(step, *args), (params, state), stacked)
     assert types(after) == types(state)
 

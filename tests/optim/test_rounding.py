@@ -3,6 +3,8 @@
 With b1 = 0 the first moment is the gradient as it was rounded, which shows the rounding of every dtype from outside.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,15 +27,16 @@ def narrow_adam(dtype, **options):
     return optim.scale_by_adam(mu_dtype=dtype, nu_dtype=dtype, **options)
 
 
-def rounded(x, dtype, **options):
+@functools.partial(jax.jit, static_argnames=("dtype", "stochastic_rounding"))
+def moment(x, seed, **options):
+    transform = optim.scale_by_adam(b1=0.0, mu_dtype=options.pop("dtype"), seed=seed, **options)
+    return moments(transform.update(x, transform.init(x))[1], x)[0]
+
+
+def rounded(x, dtype, seed=0, stochastic_rounding=True):
     """float32 x as a moment keeps it, in float32."""
-    transform = optim.scale_by_adam(b1=0.0, mu_dtype=dtype, **options)
-
-    @jax.jit
-    def moment(x):
-        return moments(transform.update(x, transform.init(x))[1], x)[0]
-
-    return np.asarray(moment(np.asarray(x, np.float32)), np.float64)
+    options = {"dtype": dtype, "stochastic_rounding": stochastic_rounding}
+    return np.asarray(moment(np.asarray(x, np.float32), np.uint32(seed), **options), np.float64)
 
 
 def seed_of(rng):
@@ -102,9 +105,7 @@ def test_to_nearest(dtype, rng):
     assert (values[0] != x).mean() > 0.9
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"), in_turns([np.nan, NAN_OF_GPUS, -np.inf, -np.nan, np.inf, NAN_OF_GPUS], NARROW)
-)
+@pytest.mark.parametrize(("value", "dtype"), in_turns([-np.inf, np.nan, NAN_OF_GPUS, NAN_OF_GPUS], NARROW))
 def test_values_that_are_not_finite_do_not_become_finite(dtype, value, rng):
     x = rng.standard_normal((64, 128))
     x[3, 5] = value
@@ -148,30 +149,28 @@ def test_the_same_bits_again_and_after_a_restart(dtype, rng):
 
 
 @pytest.mark.parametrize("options", [{"seed": 7}, {"stochastic_rounding": False}], ids=["seed", "nearest"])
-@pytest.mark.parametrize("make", [optim.adam, optim.adamw])
-def test_adam_and_adamw_round_as_they_are_told(make, options, rng):
+def test_adam_and_adamw_round_as_they_are_told(options, rng):
     params, gradient = (normal_like(rng, jnp.zeros((5, 200))) for _ in range(2))
-    transforms = [make(0.1, mu_dtype="bfloat16", **options), optim.scale_by_adam(mu_dtype="bfloat16", **options)]
-    (state, *_), expected = (run(t, [gradient], t.init(params), params) for t in transforms)
-    assert_same(state.mu, expected.mu)
+    makes = (optim.adam, 0.1), (optim.adamw, 0.1), (optim.scale_by_adam,)
+    transforms = [make(*rate, mu_dtype="bfloat16", **options) for make, *rate in makes]
+    (adam, *_), (adamw, *_), expected = (run(t, [gradient], t.init(params), params) for t in transforms)
+    for state in (adam, adamw):
+        assert_same(state.mu, expected.mu)
 
 
-def ups(transform, count, leaf, x):
-    """Where a value half-way between two neighbours was rounded up, at a step and leaf."""
-    params = [x] * (leaf + 1)
-    state = transform.init(params)._replace(count=np.int32(count))
-    _, state = jax.jit(transform.update)(params, state)
-    return np.asarray(state.mu[leaf]) > x[0, 0]
+@jax.jit
+def ups(seed, count, x):
+    """Where a value half-way between two neighbours was rounded up, at a step, in each of three leaves."""
+    transform, params = optim.scale_by_adam(b1=0.0, mu_dtype="bfloat16", seed=seed), [x] * 3
+    _, state = transform.update(params, transform.init(params)._replace(count=count))
+    return [mu > x[0, 0].astype(mu.dtype) for mu in state.mu]
 
 
 def test_other_bits_for_every_seed_step_leaf_and_place(rng):
     x = np.full((128, 256), 1 + 2.0**-8, np.float32)
-    transforms = [optim.scale_by_adam(b1=0.0, mu_dtype="bfloat16", seed=seed) for seed in (7, 8, 7 + 2**16)]
-    patterns = [
-        *(ups(t, 0, 0, x) for t in transforms),
-        *(ups(transforms[0], count, 0, x) for count in (1, 2, 1000)),
-        *(ups(transforms[0], 0, leaf, x) for leaf in (1, 2)),
-    ]
+    places = [(7, 0), (8, 0), (7 + 2**16, 0), (7, 1), (7, 2), (7, 1000)]
+    leaves = [ups(np.uint32(seed), np.int32(count), x) for seed, count in places]
+    patterns = [np.asarray(pattern) for pattern in (*leaves[0], *(each[0] for each in leaves[1:]))]
     patterns += [np.roll(patterns[0], 1, axis=axis) for axis in (0, 1)]
     deviation = 0.5 / np.sqrt(x.size)
     for i, one in enumerate(patterns):

@@ -29,9 +29,8 @@ def random_case(rng, time=128):
     return x, tuple(kernels)
 
 
-def test_blocks_that_reach_over_shards_leave_the_gradient_of_x(rng, require_devices):
+def test_blocks_that_reach_over_shards_leave_the_gradient_of_x(rng):
     """With 64 rows a device, the gradients of kernels are refused, and that of x is as on one device."""
-    require_devices(2)
     x, kernels = random_case(rng)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(mapped(BlockScaling())(x, kernels)))))
     expected = jax.grad(lambda x: jnp.sum(jnp.sin(ops.gated_mlp(x, kernels, recipe=BlockScaling()))))(x)
@@ -40,8 +39,7 @@ def test_blocks_that_reach_over_shards_leave_the_gradient_of_x(rng, require_devi
         jax.eval_shape(jax.grad(lambda kernels: jnp.sum(mapped(BlockScaling())(x, kernels))), kernels)
 
 
-def test_what_is_refused(rng, require_devices):
-    require_devices(2)
+def test_what_is_refused(rng):
     x, (gate, up, down) = random_case(rng)
     with pytest.raises(ValueError, match=r"kernel must be a tuple of three"):
         jax.eval_shape(

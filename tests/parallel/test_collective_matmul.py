@@ -28,15 +28,13 @@ def kinds(compiled):
 
 @pytest.mark.parametrize(("transport", "size"), in_turns(TRANSPORTS, (2, 8)))
 @functions
-def test_values_and_gradients(size, name, transport, rng, require_devices):
-    require_devices(size)
+def test_values_and_gradients(size, name, transport, rng):
     check(random_case(rng, name, size), mesh_of({"tp": size}), transport=transport)
 
 
 @last
 @pytest.mark.parametrize(("name", "dtype"), in_turns(NAMES, ["bfloat16", "float16"]))
-def test_16_bits(dtype, name, transport, rng, require_devices):
-    require_devices(2)
+def test_16_bits(dtype, name, transport, rng):
     size = min(jax.device_count(), 4)
     case = random_case(rng, name, size, rows=8, inner=32, outers=((16,),), dtype=dtype)
     check(case, mesh_of({"tp": size}), transport=transport)
@@ -44,9 +42,8 @@ def test_16_bits(dtype, name, transport, rng, require_devices):
 
 @last
 @functions
-def test_partial_sums_of_dx_are_not_rounded_to_out_dtype(name, transport, rng, require_devices):
+def test_partial_sums_of_dx_are_not_rounded_to_out_dtype(name, transport, rng):
     """Of a float32 x whose y is asked for in bfloat16."""
-    require_devices(2)
     case = random_case(rng, name, 2, rows=8, inner=32, outers=((16,),), y_dtype="bfloat16")
     found = computed(case, mesh_of({"tp": 2}), transport=transport, out_dtype=jnp.bfloat16)
     assert_close(found.dx, oracle(case).dx, tolerance=1e-5, dtype=jnp.float32)
@@ -54,9 +51,8 @@ def test_partial_sums_of_dx_are_not_rounded_to_out_dtype(name, transport, rng, r
 
 @last
 @functions
-def test_dtypes_of_gradients(name, transport, rng, require_devices):
+def test_dtypes_of_gradients(name, transport, rng):
     """Weights in float32 and results in float32, of x in bfloat16: the weight gradient is not rounded to bfloat16."""
-    require_devices(2)
     case = random_case(rng, name, 2, rows=8, inner=32, outers=((16,),), dtype="bfloat16", weight_dtype="float32")
     case = dataclasses.replace(case, dys=tuple(dy.astype(jnp.float32) for dy in case.dys))
     found = check(case, mesh_of({"tp": 2}), transport=transport, out_dtype=jnp.float32)
@@ -66,8 +62,7 @@ def test_dtypes_of_gradients(name, transport, rng, require_devices):
 
 @last
 @pytest.mark.parametrize("residual", ["gathered", "shard"])
-def test_several_weights(residual, transport, rng, require_devices):
-    require_devices(4)
+def test_several_weights(residual, transport, rng):
     case = random_case(rng, "all_gather_matmul", 4, lead=(2,), outers=((3,), (2,), (1, 2)))
     case = dataclasses.replace(case, biases=(case.biases[0], None, case.biases[2]))
     check(case, mesh_of({"tp": 4}), transport=transport, residual=residual)
@@ -75,22 +70,15 @@ def test_several_weights(residual, transport, rng, require_devices):
 
 @last
 @pytest.mark.parametrize(
-    ("name", "lead", "mid", "axis"),
-    [
-        (NAMES[0], (), (3, 2), 0),
-        (NAMES[1], (2,), (), 1),
-        (NAMES[1], (2,), (3,), -3),
-    ],
+    ("name", "lead", "mid", "axis"), [(NAMES[0], (), (3, 2), 0), (NAMES[1], (2,), (), 1), (NAMES[1], (2,), (3,), -3)]
 )
-def test_any_axis(lead, mid, axis, name, transport, rng, require_devices):
-    require_devices(2)
+def test_any_axis(lead, mid, axis, name, transport, rng):
     case = random_case(rng, name, 2, lead=lead, mid=mid, rows=2, outers=((3, 2),))
     check(case, mesh_of({"tp": 2}), transport=transport, axis=axis)
 
 
 @pytest.mark.parametrize(("name", "size", "rows"), [(NAMES[0], 2, 5), (NAMES[1], 4, 1), (NAMES[0], 4, 2)])
-def test_a_ring_both_ways(size, rows, name, rng, require_devices):
-    require_devices(size)
+def test_a_ring_both_ways(size, rows, name, rng):
     case = random_case(rng, name, size, lead=(2,), rows=rows)
     check(case, mesh_of({"tp": size}), transport=Ring(bidirectional=True))
 
@@ -110,8 +98,7 @@ def test_one_device(transport, name, rng):
     [("all_gather_matmul", ((3,), (2,)), "all-gather"), ("matmul_reduce_scatter", ((3,),), "reduce-scatter")],
 )
 @pytest.mark.parametrize("size", [4])
-def test_collectives(size, name, outers, plain, rng, require_devices):
-    require_devices(size)
+def test_collectives(size, name, outers, plain, rng):
     case, mesh = random_case(rng, name, size, outers=outers), mesh_of({"tp": size})
     for options, expected in (
         ({}, [plain]),
@@ -125,9 +112,8 @@ def test_collectives(size, name, outers, plain, rng, require_devices):
 
 
 @pytest.mark.parametrize(("residual", "gathers"), [("gathered", 1), ("shard", 2)])
-def test_the_residual_is_a_choice(residual, gathers, rng, require_devices):
+def test_the_residual_is_a_choice(residual, gathers, rng):
     """Either x is gathered once and kept whole, or this device's part is kept and gathered again."""
-    require_devices(4)
     case, mesh = random_case(rng, "all_gather_matmul", 4), mesh_of({"tp": 4})
     function = jax.jit(functools.partial(jax.vjp, case.mapped(mesh, transport="xla", residual=residual)))
     _, vjp = function(*case.placed(mesh).operands)
@@ -144,9 +130,8 @@ def test_the_residual_is_a_choice(residual, gathers, rng, require_devices):
     assert ("optimization_barrier" in text) == (residual == "shard")
 
 
-def test_partial_sums_are_added_in_float32(require_devices):
+def test_partial_sums_are_added_in_float32():
     """256 and seven ones are 263 in float32, and 256 where each sum is rounded to bfloat16."""
-    require_devices(8)
     mesh = mesh_of({"tp": 8})
     x = np.ones((8, 8), np.float32)
     x[:, 3] = 256
@@ -161,9 +146,8 @@ def test_partial_sums_are_added_in_float32(require_devices):
 
 @last
 @functions
-def test_gradients_of_a_bias_are_added_in_float32(name, transport, require_devices):
+def test_gradients_of_a_bias_are_added_in_float32(name, transport):
     """257 ones for each column: 256 where their sum is rounded to bfloat16."""
-    require_devices(2)
     x, w = jnp.ones((514, 32), jnp.bfloat16), jnp.ones((32, 32), jnp.bfloat16)
 
     def gradient(x, w):
@@ -182,9 +166,8 @@ def test_gradients_of_a_bias_are_added_in_float32(name, transport, require_devic
     ("transport", "size", "recipe"),
     in_turns([*TRANSPORTS, "xla"], (4, 2, 2, 1), {"plain": None, "fp8": CurrentScaling(), "plain too": None}),
 )
-def test_products_of_several_weights_are_rounded_together(size, recipe, transport, require_devices):
+def test_products_of_several_weights_are_rounded_together(size, recipe, transport):
     """Each is beyond the range of float16, and their sum is not."""
-    require_devices(size)
     weights = tuple(jnp.full((32, 16 * size), sign * 512, jnp.float16) for sign in (1, -1, 1))
     gather = functools.partial(all_gather_matmul, axis_name="tp", transport=transport, out_dtype=jnp.float32)
 
@@ -205,12 +188,10 @@ def test_products_of_several_weights_are_rounded_together(size, recipe, transpor
 
 @last
 @pytest.mark.parametrize(
-    ("name", "check_vma", "axes"),
-    [(NAMES[1], True, {"tp": 4, "dp": 2}), (NAMES[0], False, {"tp": 4, "dp": 2})],
+    ("name", "check_vma", "axes"), [(NAMES[1], True, {"tp": 4, "dp": 2}), (NAMES[0], False, {"tp": 4, "dp": 2})]
 )
-def test_groups_within_a_mesh(check_vma, axes, name, transport, rng, require_devices):
+def test_groups_within_a_mesh(check_vma, axes, name, transport, rng):
     """Weights are replicated over dp: their gradients are summed over it."""
-    require_devices(8)
     case = random_case(rng, name, 4, lead=(4,), batch="dp")
     check(case, mesh_of(axes), transport=transport, check_vma=check_vma)
 
@@ -218,18 +199,16 @@ def test_groups_within_a_mesh(check_vma, axes, name, transport, rng, require_dev
 @pytest.mark.parametrize(
     ("transport", "name", "split"), in_turns(TRANSPORTS, NAMES, [("a", "b"), ("b", "a"), ("b", "a")])
 )
-def test_several_axes(split, name, transport, rng, require_devices):
+def test_several_axes(split, name, transport, rng):
     """The first varies slowest, whatever the order of the mesh."""
-    require_devices(8)
     mesh = mesh_of({"a": 2, "dp": 2, "b": 2})
     size = math.prod(mesh.shape[axis] for axis in split)
     check(random_case(rng, name, size, lead=(2,), split=split, batch="dp"), mesh, transport=transport)
 
 
 @pytest.mark.parametrize(("transport", "name"), in_turns(TRANSPORTS, NAMES))
-def test_operands_of_which_jax_knows_that_they_vary(name, transport, rng, require_devices):
+def test_operands_of_which_jax_knows_that_they_vary(name, transport, rng):
     """Gradients inside of shard_map as outside, of operands that are whole outside and made to vary inside."""
-    require_devices(4)
     x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 6), (6, 5), (5,)))
 
     def loss(x, w, b):
@@ -253,9 +232,8 @@ def test_operands_of_which_jax_knows_that_they_vary(name, transport, rng, requir
 
 
 @last
-def test_a_kernel_that_all_devices_share(transport, rng, require_devices):
+def test_a_kernel_that_all_devices_share(transport, rng):
     """A gather may multiply with the same columns everywhere: its gradient is the sum of all devices' parts."""
-    require_devices(2)
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 6), (6, 5)))
 
     def local(x, w):
@@ -269,9 +247,8 @@ def test_a_kernel_that_all_devices_share(transport, rng, require_devices):
 
 
 @pytest.mark.parametrize(("transport", "name"), in_turns(["auto", "ring"], NAMES))
-def test_partly_manual(transport, name, rng, require_devices):
+def test_partly_manual(transport, name, rng):
     """Rows of the batch are split by jit."""
-    require_devices(4)
     mesh = mesh_of({"dp": 2, "tp": 2})
     case = random_case(rng, name, 2, lead=(4,))
     case = dataclasses.replace(case, x=place(case.x, mesh, P("dp")))
@@ -280,9 +257,3 @@ def test_partly_manual(transport, name, rng, require_devices):
     with jax.set_mesh(mesh):
         (y,) = jax.jit(mapped)(*case.operands)
     assert_close(y, expected.ys[0], dtype=jnp.float32)
-
-
-def block(x, up, down, **options):
-    """A layer as tensor and sequence parallel ones are."""
-    h = all_gather_matmul(x, up, axis_name="tp", **options)
-    return x + matmul_reduce_scatter(jnp.tanh(h), down, axis_name="tp", **options)

@@ -25,11 +25,6 @@ SUMS = 1e-5 if jax.default_backend() == "cpu" else 1e-3  # FP8 tensor cores add 
 NAMES = GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 
-@pytest.fixture(autouse=True)
-def _two_devices(require_devices):
-    require_devices(2)
-
-
 def normal(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
@@ -90,16 +85,11 @@ def assert_as_on_one_device(product, case):
     assert 0.02 < relative_error(results[0], np.float64(x) @ np.float64(w)) < 0.4  # it saturates
 
 
-@pytest.mark.parametrize(("name", "transport"), in_turns(NAMES, TRANSPORTS[1:]))
-def test_each_transport(name, transport, rng):
-    assert_as_on_one_device(collective(name, transport=transport), drawn(rng))
-
-
-def test_a_batch_that_is_split_too(rng, require_devices):
-    """The state is one for all devices, and so are the scales."""
-    require_devices(4)
-    mesh = mesh_of({"data": 2, "tp": 2})
-    assert_as_on_one_device(collective(GATHER, mesh=mesh, data="data", transport=TRANSPORTS[-1]), drawn(rng))
+@pytest.mark.parametrize(("name", "transport", "data"), in_turns(NAMES, TRANSPORTS[1:], [None, "data"]))
+def test_each_transport(name, transport, data, rng):
+    """The state is one for all devices, and so are the scales, also where the batch is split too."""
+    mesh = mesh_of({"data": 2, "tp": 2} if data else {"tp": 2})
+    assert_as_on_one_device(collective(name, mesh=mesh, data=data, transport=transport), drawn(rng))
 
 
 @pytest.mark.parametrize("name", NAMES)

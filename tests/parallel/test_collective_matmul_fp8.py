@@ -40,24 +40,23 @@ def fp8_case(rng, name, size, *, rows=128, inner=128, outers=((128,),), dtype="b
     return dataclasses.replace(case, x=x, dys=tuple(dys))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def both_copies(x, recipe, role):
+    quantized = ops.quantize(x, RECIPES[recipe].quantization(role), implementation="reference")
+    return quantized.without_transposed().dequantize(), quantized.without_data().dequantize()
+
+
 def dequantized(x, recipe, role, copy="data"):
     """A matrix as products read one of its copies, in float64; of a single device's array."""
-
-    @jax.jit
-    def values(x):
-        quantized = ops.quantize(x, RECIPES[recipe].quantization(role), implementation="reference")
-        return (quantized.without_transposed() if copy == "data" else quantized.without_data()).dequantize()
-
-    return wide(values(x.astype(np.float32)))
+    return wide(both_copies(x.astype(np.float32), recipe, role)[copy == "transposed"])
 
 
 @pytest.mark.parametrize(
     ("recipe", "name", "transport"),
     [*in_turns(list(RECIPES), NAMES, TRANSPORTS), *in_turns(list(RECIPES), NAMES[::-1], TRANSPORTS[::-1])],
 )
-def test_scales_are_those_of_the_whole(recipe, name, transport, rng, require_devices):
+def test_scales_are_those_of_the_whole(recipe, name, transport, rng):
     """Results and weight gradients are products of what one device would multiply, up to sums in float32."""
-    require_devices(2)
     case = fp8_case(rng, name, 2, dtype="float32", with_bias=False)
     found = computed(case, mesh_of({"tp": 2}), transport=transport, recipe=RECIPES[recipe])
     x, w, dy = case.x, case.weights[0], case.dys[0]
@@ -77,9 +76,8 @@ def test_scales_are_those_of_the_whole(recipe, name, transport, rng, require_dev
 
 @last
 @pytest.mark.parametrize(("recipe", "residual"), [("rowwise", "shard"), ("block", "gathered"), ("block", None)])
-def test_batches_and_several_weights(recipe, residual, transport, rng, require_devices):
+def test_batches_and_several_weights(recipe, residual, transport, rng):
     """Rows of a batch are gathered one after the other: scales and transposed copies are brought in their order."""
-    require_devices(2)
     name, outers = (NAMES[0], ((2, 128), (48,))) if residual else (NAMES[1], ((2, 128),))
     case = fp8_case(rng, name, 2, lead=(2,), rows=64, mid=(2,), inner=256, outers=outers)
     options = {"transport": transport, "recipe": RECIPES[recipe], **({"residual": residual} if residual else {})}
@@ -88,9 +86,8 @@ def test_batches_and_several_weights(recipe, residual, transport, rng, require_d
 
 @last
 @pytest.mark.parametrize(("recipe", "name"), in_turns(["rowwise", "block"], NAMES))
-def test_transposed_kernels(recipe, name, transport, rng, require_devices):
+def test_transposed_kernels(recipe, name, transport, rng):
     """[*N, K], as checkpoints have them: the same as one device computes."""
-    require_devices(2)
     case = fp8_case(rng, name, 2, lead=(2,), outers=((2, 128),), dtype="float32")
     weight, options = np.moveaxis(case.weights[0], 0, -1), {"recipe": RECIPES[recipe], "kernel_contracting": "last"}
     x_spec, _, (bias_spec,) = case.specs
@@ -109,17 +106,15 @@ def test_transposed_kernels(recipe, name, transport, rng, require_devices):
 
 
 @pytest.mark.parametrize(("recipe", "name"), in_turns(["rowwise", "block"], NAMES))
-def test_a_ring_both_ways(recipe, name, rng, require_devices):
+def test_a_ring_both_ways(recipe, name, rng):
     """Halves of rows, and the scales that belong to them."""
-    require_devices(2)
     case, mesh = fp8_case(rng, name, 2, lead=(2,), inner=256, outers=((64,),)), mesh_of({"tp": 2})
     check(case, mesh, tolerance=BOUNDS, transport=Ring(bidirectional=True), recipe=RECIPES[recipe])
 
 
 @functions
-def test_a_ring_both_ways_cuts_blocks_into_rows_that_products_take(name, rng, require_devices):
+def test_a_ring_both_ways_cuts_blocks_into_rows_that_products_take(name, rng):
     """Of 12 rows the half is no multiple of 4."""
-    require_devices(2)
     case, mesh = fp8_case(rng, name, 2, rows=12, outers=((64,),)), mesh_of({"tp": 2})
     mapped = case.mapped(mesh, transport=Ring(bidirectional=True), recipe=RECIPES["block"])
     (y,) = jax.jit(mapped)(*case.operands)
@@ -128,31 +123,18 @@ def test_a_ring_both_ways_cuts_blocks_into_rows_that_products_take(name, rng, re
 
 @last
 @pytest.mark.parametrize(
-    ("recipe", "rows", "name"),
-    [("current", 3, NAMES[1]), ("rowwise", 1, NAMES[0]), ("block", 128, NAMES[0])],
+    ("recipe", "rows", "name"), [("current", 3, NAMES[1]), ("rowwise", 1, NAMES[0]), ("block", 128, NAMES[0])]
 )
-def test_any_number_of_rows(recipe, rows, name, transport, rng, require_devices):
+def test_any_number_of_rows(recipe, rows, name, transport, rng):
     """Tokens need no multiple of 16, in groups within a mesh whose other axis has other tokens."""
-    require_devices(4)
     case = fp8_case(rng, name, 2, lead=(2,), rows=rows, batch="dp", dtype="float32")
     mesh = mesh_of({"dp": 2, "tp": 2})
     check(case, mesh, tolerance=(0.06, 0.09), transport=transport, recipe=RECIPES[recipe])
 
 
-def test_one_device(rng):
-    """Just the layer that there is, without collectives."""
-    case = fp8_case(rng, NAMES[0], 1, rows=64)
-    found = computed(case, mesh_of({"tp": 1}), recipe=RECIPES["block"])
-    (w,), (b,), (dy,) = case.weights, case.biases, case.dys
-    y, gradients = results_and_gradients(lambda *a: ops.dense(*a, recipe=RECIPES["block"]), (case.x, w, b), dy)
-    for one, other in zip((*found.ys, found.dx, *found.dweights, *found.dbiases), (y, *gradients), strict=True):
-        assert_close(one, other, tolerance=1e-3)
-
-
 @pytest.mark.parametrize(("fast", "name"), in_turns(["forward", "dgrad", "wgrad"], NAMES))
-def test_fast_accumulation_is_that_of_each_product(fast, name, rng, require_devices, native_kernels):
+def test_fast_accumulation_is_that_of_each_product(fast, name, rng, native_kernels):
     """One product of two, the forward pass and a gradient."""
-    require_devices(2)
     case, mesh = fp8_case(rng, name, 2, with_bias=False), mesh_of({"tp": 2})
     mapped = case.mapped(mesh, transport="xla", recipe=CurrentScaling(fast_accumulation=(fast,)))
 
@@ -189,17 +171,15 @@ def exchanged(case, mesh, backward, **options):
 
 
 @pytest.mark.parametrize(("recipe", "name"), in_turns(["current", "block", "block"], NAMES[::-1]))
-def test_bytes_travel(recipe, name, rng, require_devices):
+def test_bytes_travel(recipe, name, rng):
     """x or dy is gathered in one byte a value, and its transposed copy as well where its scales are others."""
-    require_devices(4)
     case, mesh = fp8_case(rng, name, 4, with_bias=False), mesh_of({"tp": 4})
     copies, whole, part = 1 if recipe == "current" else 2, 512 * 128, 128 * 128
     found = exchanged(case, mesh, True, transport="xla", recipe=RECIPES[recipe])
     assert found == [("all-gather", "u8", whole)] * copies + [("reduce-scatter", SUMMED, part)]
 
 
-def test_bytes_travel_in_a_ring(rng, require_devices):
-    require_devices(4)
+def test_bytes_travel_in_a_ring(rng):
     case, mesh = fp8_case(rng, NAMES[0], 4, with_bias=False), mesh_of({"tp": 4})
     options, part = {"transport": "ring", "recipe": RECIPES["rowwise"]}, 128 * 128
     assert exchanged(case, mesh, False, **options) == [("collective-permute", "u8", part)] * 3
@@ -212,9 +192,8 @@ def test_bytes_travel_in_a_ring(rng, require_devices):
 
 
 @last
-def test_zeros_and_values_that_are_not_finite(transport, rng, require_devices):
+def test_zeros_and_values_that_are_not_finite(transport, rng):
     """As `ops.quantize` treats them: one value of one device decides for all of a tensor with one scale."""
-    require_devices(4)
     case = fp8_case(rng, NAMES[0], 4, rows=16, dtype="float32", with_bias=False)
     run = jax.jit(case.mapped(mesh_of({"tp": 4}), transport=transport, recipe=RECIPES["current"]))
     for value in (0.0, np.nan, np.inf):
@@ -229,8 +208,7 @@ def test_zeros_and_values_that_are_not_finite(transport, rng, require_devices):
 
 
 @pytest.mark.parametrize(("recipe", "scales"), [(CurrentScaling(), "tensors"), (RowwiseScaling(), "features")])
-def test_an_x_whose_scales_do_not_agree(recipe, scales, require_devices):
-    require_devices(2)
+def test_an_x_whose_scales_do_not_agree(recipe, scales):
     x, w = jnp.ones((32, 32)), jnp.ones((32, 32))
 
     def layer(x, w, **options):
@@ -249,9 +227,8 @@ def test_an_x_whose_scales_do_not_agree(recipe, scales, require_devices):
 
 @pytest.mark.skipif("p2p" not in TRANSPORTS, reason="needs te_jax's extension")
 @pytest.mark.parametrize(("recipe", "name"), [(None, NAMES[0]), ("rowwise", NAMES[1])])
-def test_gradients_that_are_not_used_are_removed(name, recipe, rng, require_devices):
+def test_gradients_that_are_not_used_are_removed(name, recipe, rng):
     """The backward pass computes all of them, and XLA removes the calls of those that nothing reads."""
-    require_devices(2)
     case, mesh = fp8_case(rng, name, 2, with_bias=False), mesh_of({"tp": 2})
     mapped = case.mapped(mesh, transport="p2p", recipe=RECIPES.get(recipe))
 

@@ -42,6 +42,13 @@ def normal(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
+def gather_over(mesh, transport="p2p", *, axis_names=frozenset(), **options):
+    """all_gather_matmul of whole operands along the axis "t"."""
+    layer = functools.partial(all_gather_matmul, axis_name="t", transport=transport, **options)
+    specs = P("t"), P(None, "t")
+    return jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=specs[1], axis_names=axis_names)
+
+
 # Everything is [groups, ...] outside, so that each group works on numbers of its own.
 def gathering(mesh, axes, protocol, *, timeout=20.0):
     groups = tuple(axis for axis in mesh.axis_names if axis not in axes) or None
@@ -88,8 +95,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("shape", "names", "axes"), MESHES)
 @pytest.mark.parametrize("protocol", GATHERS)
-def test_gather(protocol, shape, names, axes, rng, require_devices):
-    require_devices(int(np.prod(shape)))
+def test_gather(protocol, shape, names, axes, rng):
     mesh = mesh_of(shape, names, rng)
     size = int(np.prod([mesh.shape[axis] for axis in axes]))
     groups = mesh.size // size
@@ -103,8 +109,7 @@ def test_gather(protocol, shape, names, axes, rng, require_devices):
 
 
 @pytest.mark.parametrize(("shape", "names", "axes"), MESHES)
-def test_scatter(shape, names, axes, rng, require_devices):
-    require_devices(int(np.prod(shape)))
+def test_scatter(shape, names, axes, rng):
     mesh = mesh_of(shape, names, rng)
     size = int(np.prod([mesh.shape[axis] for axis in axes]))
     groups = mesh.size // size
@@ -153,9 +158,8 @@ def scaled(rng, dtype, scaling, lead, rows, summed):
         ("float8_e4m3fn", "row", 2e-3, (4, 144, 48), 1),
     ],
 )
-def test_several_sequences(dtype, scaling, tolerance, shape, size, rng, require_devices):
+def test_several_sequences(dtype, scaling, tolerance, shape, size, rng):
     """What one index of the leading dimension selects lies between the rows of other devices."""
-    require_devices(size)
     (rows, summed, columns), dtype = shape, np.dtype(dtype)
     mesh, sequences = mesh_of((size,), ("t",), rng), 5
     spec = spec_of(("t",), mesh)
@@ -197,19 +201,15 @@ def test_devices_in_another_order_are_another_program(rng, require_devices):
     require_devices(4)
     x, w = normal(rng, 8, 3), normal(rng, 3, 8)
 
-    def layer(x, w):
-        return all_gather_matmul(x, w, axis_name="t", transport="p2p")
-
+    mapped = gather_over(None)
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
         mesh = Mesh(np.array(jax.devices())[order], ("t",))
         with jax.set_mesh(mesh):
-            mapped = jax.jit(jax.shard_map(layer, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")))
-            assert_close(mapped(x, w), x.astype(np.float64) @ w, dtype=F32)
+            assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
 
 
-def test_devices_that_arrive_at_different_times(rng, require_devices):
+def test_devices_that_arrive_at_different_times(rng):
     """Every device works for a time of its own before each call, on buffers that the next call takes over."""
-    require_devices(4)
     mesh = mesh_of((4,), ("t",))
     x, w = normal(rng, 8, 16), normal(rng, 16, 16) / 4
 
@@ -243,9 +243,8 @@ def test_mixed_calls_in_random_groups(rng, require_devices):
         run_program(rng, rounds=6, most_rows=200)  # simulated devices share few cores
 
 
-def test_one_function_called_several_times(rng, require_devices):
+def test_one_function_called_several_times(rng):
     """It is lowered once, so all its calls have one name; their operands are ready in another order on each device."""
-    require_devices(8)
     mesh = mesh_of((8,), ("t",))
     layer = jax.jit(functools.partial(all_gather_matmul, axis_name="t", transport="p2p"))
     xs, w = [normal(rng, 16, 8) for _ in range(6)], normal(rng, 8, 16)
@@ -265,9 +264,8 @@ def test_one_function_called_several_times(rng, require_devices):
             assert_close(y, x.astype(np.float64) @ w, dtype=F32)
 
 
-def test_several_programs_at_once(rng, require_devices):
+def test_several_programs_at_once(rng):
     """Executions of one program that are under way together do not meet each other's devices."""
-    require_devices(4)
     mesh = mesh_of((4,), ("t",))
     call = gathering(mesh, ("t",), None)
     w, v, other = normal(rng, 1, 5, 16), normal(rng, 1, 5, 28), normal(rng, 1, 8, 3)
@@ -277,9 +275,8 @@ def test_several_programs_at_once(rng, require_devices):
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_a_device_that_does_not_come_in_time(name, rng, require_devices):
+def test_a_device_that_does_not_come_in_time(name, rng):
     """All devices give up, the late one too, and say who is missing; the next execution works."""
-    require_devices(4)
     if jax.default_backend() == "gpu":
         pytest.skip("work on a GPU does not keep its host thread from coming; see test_processes")
     mesh = mesh_of((4,), ("t",))
@@ -300,9 +297,8 @@ def test_a_device_that_does_not_come_in_time(name, rng, require_devices):
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["one group", "groups in a circle"])
-def test_devices_of_one_process_that_make_different_calls(shape, rng, require_devices):
+def test_devices_of_one_process_that_make_different_calls(shape, rng):
     """Long before the timeout all name the same two devices and what they do; the next execution works."""
-    require_devices(4)
     names = ("a", "b")[: len(shape)]
     mesh = mesh_of(shape, names)
     gather = functools.partial(all_gather_matmul, transport=P2P(600.0))
@@ -328,31 +324,21 @@ def test_devices_of_one_process_that_make_different_calls(shape, rng, require_de
     assert_close(mapped(x, w, False), np.broadcast_to(expected, by_device.shape).reshape(4, 8), dtype=F32)
 
 
-def test_a_mesh_without_devices(require_devices):
-    require_devices(4)
+def test_a_mesh_without_devices():
     mesh = mesh_of((4,), ("t",)).abstract_mesh
-    mapped = jax.shard_map(
-        functools.partial(all_gather_matmul, axis_name="t", transport="p2p"),
-        mesh=mesh,
-        in_specs=(P("t"), P(None, "t")),
-        out_specs=P(None, "t"),
-    )
     with pytest.raises(ValueError, match="must know the devices"):
-        jax.jit(mapped).lower(jnp.ones((8, 3)), jnp.ones((3, 8)))
+        jax.jit(gather_over(mesh)).lower(jnp.ones((8, 3)), jnp.ones((3, 8)))
 
 
-def test_programs_to_export(monkeypatch, rng, require_devices):
+def test_programs_to_export(monkeypatch, rng):
     """They run on devices that are not known yet."""
-    require_devices(4)
     monkeypatch.setattr(p2p, "is_worthwhile", lambda *_, **__: True)
     monkeypatch.setattr(p2p, "_is_usable", lambda devices, _: devices is not None)
     mesh = mesh_of((4,), ("t",))
     x, w = normal(rng, 8, 3), normal(rng, 3, 8)
 
     def exported(transport):
-        gather = functools.partial(all_gather_matmul, axis_name="t", transport=transport)
-        mapped = jax.shard_map(gather, mesh=mesh, in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
-        return jax.export.export(jax.jit(mapped))(x, w)
+        return jax.export.export(jax.jit(gather_over(mesh, transport)))(x, w)
 
     with pytest.raises(ValueError, match="an exported program does not: use transport='auto', 'ring' or 'xla'"):
         exported("p2p")
@@ -362,8 +348,7 @@ def test_programs_to_export(monkeypatch, rng, require_devices):
 
 
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
-def test_auto_does_without_memory_that_processes_cannot_share(transport, monkeypatch, rng, require_devices):
-    require_devices(4)
+def test_auto_does_without_memory_that_processes_cannot_share(transport, monkeypatch, rng):
 
     def refuse(*_, **__):
         raise RuntimeError("transport='p2p' cannot share memory")
@@ -372,10 +357,7 @@ def test_auto_does_without_memory_that_processes_cannot_share(transport, monkeyp
     monkeypatch.setattr(p2p, "_is_usable", lambda *_: True)
     monkeypatch.setattr(p2p, "_group", refuse)
     x, w = normal(rng, 8, 3), normal(rng, 3, 8)
-    gather = functools.partial(all_gather_matmul, axis_name="t", transport=transport)
-    mapped = jax.jit(
-        jax.shard_map(gather, mesh=mesh_of((4,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t"))
-    )
+    mapped = jax.jit(gather_over(mesh_of((4,), ("t",)), transport))
     if transport == "p2p":
         with pytest.raises(RuntimeError, match="cannot share memory"):
             mapped(x, w)
@@ -386,8 +368,7 @@ def test_auto_does_without_memory_that_processes_cannot_share(transport, monkeyp
 
 
 @pytest.mark.parametrize("transport", ["ring", "p2p"])
-def test_while_jit_is_disabled(transport, rng, require_devices):
-    require_devices(4)
+def test_while_jit_is_disabled(transport, rng):
     mesh = mesh_of((4,), ("t",))
     x, w = normal(rng, 8, 8), normal(rng, 8, 8)
     for function, specs, out in (
@@ -405,9 +386,8 @@ def test_while_jit_is_disabled(transport, rng, require_devices):
     [(True, None), (False, None), *zip((True, False, True), FP8, strict=True)],
     ids=lambda value: type(value).__name__ if value in FP8 else str(value),
 )
-def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monkeypatch, rng, require_devices):
+def test_auto_does_without_it_where_devices_are_unknown(recipe, check_vma, monkeypatch, rng):
     """As `transport="xla"` does, also for a mesh without devices, and for CPUs beside a GPU."""
-    require_devices(4)
     monkeypatch.setattr(p2p, "is_worthwhile", lambda *_, **__: True)
     mesh = mesh_of((2, 2), ("d", "t"), rng)
     specs = P("d", "t"), P(None, "t"), P("t"), P("t"), P()
@@ -471,47 +451,31 @@ def test_auto_keeps_to_gpus_of_one_process_or_host(platform, count, limit, hosts
     assert p2p._is_usable(np.array([devices]), 1e-3) is usable
 
 
-def test_processes_wait_for_each_other_to_compile(monkeypatch, require_devices):
+def test_processes_wait_for_each_other_to_compile(monkeypatch):
     """For as long as a call does, if that is longer."""
-    require_devices(2)
     waits = []
     monkeypatch.setattr(p2p.processes, "span_processes", lambda groups: True)
     monkeypatch.setattr(p2p.processes, "ensure", lambda *arguments: waits.append(arguments[-1]))
     for timeout in (1.0, 1000.0, 1e300):
-        layer = functools.partial(all_gather_matmul, axis_name="t", transport=P2P(timeout))
-        mapped = jax.shard_map(
-            layer, mesh=mesh_of((2,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
-        )  # fmt: skip
-        jax.jit(mapped).lower(jnp.ones((4, 3)), jnp.ones((3, 4)))
+        jax.jit(gather_over(mesh_of((2,), ("t",)), P2P(timeout))).lower(jnp.ones((4, 3)), jnp.ones((3, 4)))
     assert waits == [p2p.processes.SECONDS_TO_COMPILE, 1000.0, 1e8]
 
 
 @pytest.mark.parametrize(("timeout", "devices"), [(1e10, 2), (10**400, 2), (1e-60, 1)])
-def test_extreme_timeouts(timeout, devices, rng, require_devices):
+def test_extreme_timeouts(timeout, devices, rng):
     """They become the longest and the shortest that the handler takes."""
-    require_devices(devices)
     x, w = normal(rng, 4, 5), normal(rng, 5, 6)
-    layer = functools.partial(all_gather_matmul, axis_name="t", transport=P2P(timeout))
-    mapped = jax.shard_map(
-        layer, mesh=mesh_of((devices,), ("t",)), in_specs=(P("t"), P(None, "t")), out_specs=P(None, "t")
-    )  # fmt: skip
+    mapped = gather_over(mesh_of((devices,), ("t",)), P2P(timeout))
     assert_close(jax.jit(mapped)(x, w), x.astype(np.float64) @ w, dtype=F32)
 
 
-def test_axes_that_are_left_to_xla(monkeypatch, require_devices):
+def test_axes_that_are_left_to_xla(monkeypatch):
     """ "auto" leaves all to XLA then; axes of one device are not split."""
-    require_devices(4)
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT", 0.0)
 
     def run(transport, size):
-        mapped = jax.shard_map(
-            functools.partial(all_gather_matmul, axis_name="t", transport=transport),
-            mesh=mesh_of((size, 2), ("d", "t")),
-            in_specs=(P("t"), P(None, "t")),
-            out_specs=P(None, "t"),
-            axis_names={"t"},
-        )
+        mapped = gather_over(mesh_of((size, 2), ("d", "t")), transport, axis_names={"t"})
         return jax.jit(mapped)(jnp.ones((8, 3)), jnp.ones((3, 8)))
 
     with pytest.raises(ValueError, match=r"leaves \['d'\] to XLA"):
@@ -521,9 +485,8 @@ def test_axes_that_are_left_to_xla(monkeypatch, require_devices):
 
 
 @pytest.mark.parametrize("check_vma", [None, True, False])
-def test_axes_of_vmap_stand_for_no_devices(check_vma, monkeypatch, require_devices):
+def test_axes_of_vmap_stand_for_no_devices(check_vma, monkeypatch):
     """In a shard_map over another axis, or in none: "auto" leaves them to XLA."""
-    require_devices(2)
     monkeypatch.setattr(native, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(p2p, "_SHORTEST_PRODUCT", 0.0)
     x, w = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 8))
@@ -545,32 +508,19 @@ def test_axes_of_vmap_stand_for_no_devices(check_vma, monkeypatch, require_devic
         assert_close(run("ring"), run("xla"))
 
 
-def test_reference(require_devices):
-    require_devices(2)
-    mapped = jax.shard_map(
-        functools.partial(all_gather_matmul, axis_name="t", transport="p2p", implementation="reference"),
-        mesh=mesh_of((2,), ("t",)),
-        in_specs=(P("t"), P(None, "t")),
-        out_specs=P(None, "t"),
-    )
+def test_reference():
+    mapped = gather_over(mesh_of((2,), ("t",)), implementation="reference")
     with pytest.raises(native.NativeUnavailableError, match="transport='p2p' is a kernel"):
         jax.jit(mapped)(jnp.ones((8, 3)), jnp.ones((3, 8)))
 
 
-def test_second_derivatives_say_so(require_devices):
-    require_devices(2)
-    mapped = jax.shard_map(
-        functools.partial(all_gather_matmul, axis_name="t", transport="p2p"),
-        mesh=mesh_of((2,), ("t",)),
-        in_specs=(P("t"), P(None, "t")),
-        out_specs=P(None, "t"),
-    )
+def test_second_derivatives_say_so():
+    mapped = gather_over(mesh_of((2,), ("t",)))
     with pytest.raises(NotImplementedError, match="transport='xla'"):
         jax.jit(jax.grad(lambda x: jax.grad(lambda y: mapped(y, jnp.ones((3, 4))).sum())(x).sum()))(jnp.ones((4, 3)))
 
 
-def test_vmap(rng, require_devices):
-    require_devices(2)
+def test_vmap(rng):
     x, w = normal(rng, 3, 4, 5), normal(rng, 5, 6)
     layer = functools.partial(all_gather_matmul, axis_name="t", transport="p2p")
     mapped = jax.shard_map(
@@ -608,42 +558,26 @@ def shapes(**given):
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in given.items()}
 
 
-def gather_alone(left_out=(), **given):
-    """te_all_gather_gemm of x [1, 2, 4] and w [4, 4] in a group of one device, but for what is given."""
+def alone(target, results, left_out=(), **given):
+    """A call of x and w [4, 4] in a group of one device, but for what is given."""
     native.extension_module(jax.default_backend()).introduce({0: 0})
-    operands = {"x": jnp.ones((1, 2, 4)), "x_scale_inv": jnp.zeros(0)}
+    operands = {"x": jnp.ones([*results.values()][0 if "y" in results else 1]), "x_scale_inv": jnp.zeros(0)}
     operands |= {"w": jnp.ones((4, 4)), "w_scale_inv": jnp.zeros(0), "bias": jnp.zeros(0)}
-    results = shapes(
-        y=((1, 2, 4), F32), gathered=((1, 2, 4), F32), scales=((0,), F32), workspace=(WORKSPACE.shape, WORKSPACE.dtype)
-    )  # fmt: skip
-    return call_alone("te_all_gather_gemm", operands, results, given, left_out)
-
-
-def scatter_alone(left_out=(), **given):
-    """te_gemm_reduce_scatter of x [1, 1, 2, 4] and w [4, 4] in a group of one device, but for what is given."""
-    native.extension_module(jax.default_backend()).introduce({0: 0})
-    operands = {"x": jnp.ones((1, 1, 2, 4)), "x_scale_inv": jnp.zeros(0)}
-    operands |= {"w": jnp.ones((4, 4)), "w_scale_inv": jnp.zeros(0), "bias": jnp.zeros(0)}
-    results = shapes(
-        z=((1, 2, 4), F32), received=((1, 1, 2, 4), F32), outgoing=((0,), F32), sums=((0,), F32),
-        workspace=(WORKSPACE.shape, WORKSPACE.dtype),
-    )  # fmt: skip
-    return call_alone("te_gemm_reduce_scatter", operands, results, given, left_out)
-
-
-def call_alone(target, operands, results, given, left_out):
+    results = shapes(**{name: (shape, F32) for name, shape in results.items()}) | {"workspace": WORKSPACE}
     attributes = dict(ATTRIBUTES)
     for name, value in given.items():
-        if isinstance(value, jax.ShapeDtypeStruct):
-            results[name] = value
-        elif isinstance(value, jax.Array):
-            operands[name] = value
-        else:
-            attributes[name] = value
+        kind = results if isinstance(value, jax.ShapeDtypeStruct) else operands
+        (kind if isinstance(value, jax.ShapeDtypeStruct | jax.Array) else attributes)[name] = value
     for name in left_out:
         operands.pop(name, None)
         results.pop(name, None)
     return native.call(target, tuple(results.values()), *operands.values(), **attributes)
+
+
+gather_alone = functools.partial(alone, "te_all_gather_gemm", {"y": (1, 2, 4), "gathered": (1, 2, 4), "scales": (0,)})
+scatter_alone = functools.partial(
+    alone, "te_gemm_reduce_scatter", {"z": (1, 2, 4), "received": (1, 1, 2, 4), "outgoing": (0,), "sums": (0,)}
+)
 
 
 @pytest.mark.parametrize("call", [gather_alone, scatter_alone])
@@ -668,6 +602,9 @@ def call_alone(target, operands, results, given, left_out):
         ({"shared_bytes": -1}, "products is 1 and shared_bytes -1; neither can be negative"),
         ({"products": 2**62}, "come with all the operands and results that its attributes announce"),
         ({"workspace": jax.ShapeDtypeStruct((64,), jnp.int4)}, "workspace is S4[64]; it must be of type U8"),
+        # a result that nothing would write, and an operand that nothing reads
+        (shapes(more_results=((4,), F32)), "come without operands and results that its attributes do not announce"),
+        ({"more": jnp.ones(4)}, "come without operands and results that its attributes do not announce"),
     ],
     ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
 )
@@ -715,18 +652,6 @@ def test_handlers_refuse_attributes(call, given, message):
             {"x_scale_inv": jnp.ones(2, jnp.complex64), "scaling": "row", "products": 0},
             "x_scale_inv is C64[2]; it must be of type F32",
         ),
-        # results that nothing would write
-        (
-            gather_alone,
-            shapes(more_results=((4,), F32)),
-            "come without operands and results that its attributes do not",
-        ),
-        (
-            scatter_alone,
-            shapes(more_results=((4,), F32)),
-            "come without operands and results that its attributes do not",
-        ),
-        (scatter_alone, {"more": jnp.ones(4)}, "come without operands and results that its attributes do not announce"),
     ],
     ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
 )
@@ -767,13 +692,8 @@ def scatter(rows):
     """A call of the handler that scatters on two devices."""
 
     def run(x):
-        operands = (
-            jnp.broadcast_to(x[0, 0], (1, 2, rows, 8)),
-            jnp.zeros(0),
-            jnp.ones((8, 8)),
-            jnp.zeros(0),
-            jnp.zeros(0),
-        )
+        empty = jnp.zeros(0)
+        operands = jnp.broadcast_to(x[0, 0], (1, 2, rows, 8)), empty, jnp.ones((8, 8)), empty, empty
         z, received = (jax.ShapeDtypeStruct(shape, F32) for shape in ((1, rows, 8), (1, 1, rows, 8)))
         results = z, received, ABSENT, ABSENT, WORKSPACE
         return jnp.sum(native.call("te_gemm_reduce_scatter", results, *operands, **OF_TWO)[0])[None]

@@ -67,8 +67,7 @@ def replaced(text, line, by):
 
 @needs_extension
 @pytest.mark.parametrize(
-    ("name", "line"),
-    in_turns(["/etc/hostname", "../../etc/hostname", f"te_jax-1-{'g' * 16}", ""], [2, 3]),
+    ("name", "line"), in_turns(["/etc/hostname", "../../etc/hostname", f"te_jax-1-{'g' * 16}", ""], [2, 3])
 )
 def test_names_that_the_package_does_not_make(name, line, module, texts):
     texts[1] = replaced(texts[1], line, name)
