@@ -19,6 +19,7 @@ from te_jax.cli._options import Options
 from te_jax.cli._run_folder import StoredRun, read_header
 from te_jax.cli.errors import DamagedError, UserError
 from te_jax.cli.main import main
+from te_jax.testing import relative_error
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "tokenizers")
 
@@ -101,6 +102,14 @@ def test_a_run_begins_with_the_model_and_ends_as_one(folder, all_parameters, tmp
     assert (tmp_path / "same" / "tokenizer.json").read_text() == "{}"
     assert losses(all_parameters)[0] == losses(unmoved)[0]
     assert losses(all_parameters)[-1] < losses(unmoved)[-1]
+    # With bfloat16 parameters the other 16 bits of each weight come from the optimizer.
+    options = ["--dtype", "bfloat16", "--parameters", "bfloat16", "--learning-rate", "1e-3"]
+    in_halves = trained(folder, tmp_path / "halves", *options)
+    whole, upper = (
+        exported(in_halves, tmp_path / f"halves-{dtype}", dtype)["embedding"] for dtype in ("float32", "bfloat16")
+    )
+    np.testing.assert_array_equal(whole.astype("bfloat16").astype("float32"), upper)
+    assert relative_error(upper, whole) > 1e-4
     exported(all_parameters, tmp_path / "new")
     assert main(["export", str(tmp_path / "new"), "--run", str(all_parameters)]) == 2
     assert "new already holds a model: choose another folder" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
 from te_jax import checkpoint_policies, ops
-from te_jax.layers import apply_layers
+from te_jax.layers import apply_layers, residual_table
 from te_jax.recipe import CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close
 
@@ -145,6 +145,16 @@ def test_remat_keeps_what_it_says(stacked, params, stream, capsys):
         kept[name] = capsys.readouterr().out.count(f"f32[4,{WIDTH}]")
     assert kept["all"] < kept["none"]
     assert kept["policy"] - kept["all"] == LAYERS
+
+
+def test_results_of_attention_stay():
+    def attend(x, kernel):
+        heads = (x @ kernel).reshape(2, 16, 2, 8)
+        return x + ops.attention(heads, heads, heads, causal=True).reshape(x.shape)
+
+    operands = [np.ones((16, 16), np.float32)] * 2, np.ones((2, 16, 16), np.float32)
+    table = residual_table(attend, *operands, remat="attention")
+    assert set(re.findall(r"te_\w+", table)) == {"te_attention_output", "te_attention_lse"}
 
 
 def test_the_recomputation_stands_behind_a_barrier(params, stream):

@@ -61,7 +61,7 @@ RECIPES = {
     "products": products(forward=BlockScaling(), wgrad=RowwiseScaling()),
     "forward alone": products(forward=CurrentScaling()),
 }
-REMATS = {"none": None, "all": True, "policy": checkpoint_policies.save_attention}
+REMATS = {"none": False, "all": True, "attention": "attention", "policy": checkpoint_policies.save_fp8_operands}
 OFFLOADS = {
     "none": None,
     "all": Offload(min_size=0),
@@ -114,9 +114,8 @@ _FSDP = tuple(name for name, (_, options) in MESHES.items() if "fsdp" in options
 _DECODER = (*_TENSOR, "context of fsdp")  # meshes of the decoder alone
 
 _IMPLIED = [
-    {"loop": ("decoder",), "remat": ("policy",)},
     {"loop": ("decoder",), "dropout": (True,)},
-    *({"mesh": _DECODER, **values} for values in ({"loop": _OWN}, {"remat": ("policy",)}, {"dropout": (True,)})),
+    *({"mesh": _DECODER, **values} for values in ({"loop": _OWN}, {"dropout": (True,)})),
     {"loop": ("scan",), "mesh": _FSDP},
     {"loop": ("scan",), "variants": (True,)},
     {"mesh": ("data", *_FSDP, *_TENSOR), "offload": ("native",)},
@@ -133,7 +132,8 @@ REFUSED = [
     ({"mesh": _TENSOR, "recipe": ("mxfp8",)}, "parallel.size is 2 and config.recipe is MXFP8Scaling"),
     ({"loop": ("decoder", "apply"), "offload": ("native",)}, "offload has implementation='native': apply_layers"),
     ({"loop": ("scan",), "offload": ("native",), "mesh": ("data",)}, "arrays may be split over devices here"),
-    ({"remat": ("all",), "offload": ("attention",)}, "offload has the names .*te_attention_output.*let remat keep"),
+    ({"remat": ("all", "policy"), "offload": ("attention",)},
+     "offload has the names .*te_attention_output.*let remat keep"),
     ({"loop": _OWN, "mesh": ("data",), "axes": ("explicit",), "mlp": ("experts",)},
      r"experts are split over \['data'\], and the sort is over all tokens: call it inside shard_map"),
     ({"loop": ("apply",), "mesh": _FSDP[:3], "recipe": ("rowwise", "mxfp8"), "kernels": ("quantized once",)},
@@ -165,7 +165,7 @@ def config_of(row):
         head_recipe=RECIPES[row["head"]],
         head_fp8_products=("forward", "dgrad", "wgrad") if row["logits"] == "fp8" else ("dgrad", "wgrad"),
         dtype=row["dtype"],
-        remat=row["remat"] == "all",
+        remat=REMATS[row["remat"]],
         offload=OFFLOADS[row["offload"]],
         max_segments_per_seq=4 if row["segments"] == "at most 4" else None,
         lora=row["lora"],

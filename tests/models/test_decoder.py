@@ -263,6 +263,22 @@ def test_loss_is_the_mean_over_tokens_that_have_a_target(rng):
         np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
+def test_recomputation_of_blocks_and_of_all_but_attention():
+    """Scores and weighted values are two products a layer."""
+    config, tokens = dataclasses.replace(PRESETS["nano"], num_layers=1), jnp.zeros((2, 16), jnp.int32)
+    params = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+
+    def products(remat):
+        kept = dataclasses.replace(config, remat=remat)
+        gradient = jax.jit(jax.grad(lambda params: loss(params, tokens, tokens, kept)))
+        return gradient.lower(params).as_text().count("dot_general")
+
+    nothing, attention, all_of_it = (products(remat) for remat in (False, "attention", True))
+    assert nothing < attention == all_of_it - 2
+    with pytest.raises(ValueError, match=r"remat is 'attention' and attention 'reference', whose .* choose True"):
+        dataclasses.replace(config, remat="attention", attention="reference")
+
+
 def test_split_batches_exchange_gradients_and_nothing_else(rng, require_devices):
     require_devices(4)
     params, tokens = random_params(SMALL, rng), random_tokens(SMALL, rng, (8, 16))

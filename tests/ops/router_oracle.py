@@ -39,6 +39,12 @@ def llama4(logits):
     return chosen, sigmoid(logits[chosen])
 
 
+def ernie(logits, bias, k):
+    p = softmax(logits)
+    chosen = highest(p + bias, k)
+    return chosen, p[chosen] / p[chosen].sum()
+
+
 def deepseek_v3(logits, bias, k, groups, top_groups, factor):
     s = sigmoid(logits)
     c = s + bias

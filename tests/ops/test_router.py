@@ -59,6 +59,16 @@ def test_deepseek_v3(rng):
     assert (np.asarray(without.experts) != experts).any(), "neither groups nor bias moved any choice"
 
 
+def test_ernie(rng):
+    """A bias beside probabilities, which are those of a token's experts."""
+    logits, bias = draw(rng, *TOKENS, EXPERTS), biases(rng) / 4
+    found = jax.jit(functools.partial(ops.router, top_k=4))(logits, expert_bias=bias)
+    experts, weights = oracle.each_token(oracle.ernie, logits, bias=np.asarray(bias, np.float64), k=4)
+    np.testing.assert_array_equal(found.experts, experts)
+    assert_close(found.weights, weights, dtype="float32")
+    assert (oracle.each_token(oracle.mixtral, logits, k=4)[0] != experts).any()
+
+
 @pytest.mark.parametrize("model", [*MODELS, "deepseek_v3"])
 def test_gradients(rng, model):
     """Against central differences in float64; no step is wide enough to change a choice."""
