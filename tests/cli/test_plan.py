@@ -66,7 +66,7 @@ def test_what_is_left_open_is_decided(words, expected):
 
 @pytest.mark.parametrize(("platform", "dtype", "steps"), [("cpu", "float32", 100), ("gpu", "bfloat16", 1000)])
 def test_the_platform_decides_what_is_left_open(platform, dtype, steps):
-    assert defaults_of(platform) == (dtype, steps)
+    assert defaults_of(platform) == (dtype, "float32", steps)
     assert planned("").config.dtype == "bfloat16"  # as runs of these tests have it
     assert planned("--dtype float32").config.dtype == "float32"
 
@@ -254,7 +254,7 @@ def test_a_run_that_goes_on_keeps_what_is_not_given(stored, words, expected):
 CHANGED = {
     **{"preset": "small", "steps": "150", "batch": "32", "seq_len": "8", "seed": "1", "learning_rate": "0.1"},
     **{"eval_every": "7", "recipe": "block", "head_recipe": "block", "implementation": "reference", "lora": "4"},
-    **{"dtype": "float32", "warmup_steps": "3", "clip_norm": "0.5", "optimizer_state": "fp8"},
+    **{"dtype": "float32", "warmup_steps": "3", "clip_norm": "0.5", "optimizer_state": "fp8", "parameters": "bfloat16"},
     **dict.fromkeys(("compare", "pack", "fp8_logits"), ""),
 }
 FREE = {
