@@ -20,10 +20,10 @@ every = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: o
 
 
 def in_turn(turn, *, variants=True):
-    """Every row; but `make test` has a third of them, and of the variants a fifth: each is in one of three or five
+    """Every row; but `make test` has a fourth of them, and of the variants a fifth: each is in one of four or five
     tests. `make test-all` has the others."""
     parameters = []
-    for variant, share in ((False, 3), (True, 5))[: 1 + variants]:
+    for variant, share in ((False, 4), (True, 5))[: 1 + variants]:
         for i, row in enumerate(row for row in OPERATIONS if row.variant == variant):
             marks = pytest.mark.slow if i % share != turn % share else ()
             parameters.append(pytest.param(row, id=row.name, marks=marks))
