@@ -48,12 +48,6 @@ def path_word(word: str) -> str:
     return word
 
 
-def _remat_word(word: str) -> str:
-    if word != "attention":
-        raise argparse.ArgumentTypeError(f"is {word!r}: write --remat alone, or --remat attention")
-    return word
-
-
 def path(word: str) -> Path:
     """The same, where it is not written to the header of a run."""
     return Path(path_word(word))
@@ -157,8 +151,8 @@ class Options:
     optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
     parameters: str = _option(
         "auto",
-        "dtype of the parameters that are trained; beside bfloat16 the optimizer keeps the other 16 bits of float32 "
-        "weights, which are the same then, while gradients and memory are smaller (auto is float32)",
+        "dtype of the parameters that the model reads; beside bfloat16 the optimizer keeps the other 16 bits of "
+        "float32 weights, and gradients and memory are smaller (auto is float32)",
         choices=("auto", "float32", "bfloat16"),
     )
     remat: bool | str = _option(
@@ -167,7 +161,6 @@ class Options:
         "attention keeps the results of attention, as large as a block's input, and does not compute it again",
         nargs="?",
         const=True,
-        type=_remat_word,
         metavar="attention",
     )
     offload: str = _option(
@@ -241,6 +234,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{flag(name)} is {value}: it must be at least 1")
+        if self.remat not in (False, True, "attention"):
+            raise UserError(f"--remat is {self.remat}: write --remat alone, or --remat attention")
         if self.statistics < 0:
             raise UserError(f"--statistics is {self.statistics}: it must be at least 1, or 0 for none")
         if self.cp > 1 and self.fsdp not in (None, self.cp):

@@ -333,6 +333,7 @@ REFUSED = {
     "--statistics 3": "--statistics 3 has nothing to show, since no layer is in FP8: add --recipe, such as block",
     "--preset giant": "--preset giant is unknown: choose one of nano, tiny, small, moe, moe-3b, 8b",
     "--recipe fp8": "--recipe fp8 is unknown: choose one of block, current, rowwise, delayed, mxfp8, none",
+    "--remat attentions": "--remat is attentions: write --remat alone, or --remat attention",
     "--offload moments": "--offload is moments: choose activations, optimizer, activations,optimizer or none",
     "--head-recipe delayed": "--head-recipe delayed is unknown: choose one of block, current, rowwise, mxfp8, none",
     "--fp8-logits": "--fp8-logits needs a recipe of the output head: add --head-recipe",

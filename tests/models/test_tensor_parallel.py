@@ -269,7 +269,7 @@ def test_kernels_that_are_quantized_once(rng, mesh_of):
 
 
 def test_delayed_scaling_has_one_state_for_all_devices(rng, mesh_of):
-    """Also where the batch and kernels are split: its next value has the largest magnitudes of the whole."""
+    """Also where the batch and kernels are split: its next value has the amax of the whole."""
     config = dataclasses.replace(SPLIT_IN_FP8, recipe=DelayedScaling(history_len=2))
     mesh, parallel = mesh_of(AxisType.Explicit, fsdp=2, tensor=2), TensorParallel(2, fsdp=SHARED)
     params, batch, state = random_params(config, rng), random_batch(config, rng), init_scaling_state(config)
