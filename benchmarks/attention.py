@@ -6,7 +6,7 @@ In a case "…-4documents" each sequence has so many of them, and a token sees i
 - te_jax_spare: of four times as many. te_jax_mask: with segment_ids alone, which become a mask.
 - jax: `jax.nn.dot_product_attention`, by cuDNN on a GPU; of documents with a mask.
 - te_jax_ring: `te_jax.parallel.ring_attention` of all devices of the host, which share the sequences, of one document.
-- fa3: FlashAttention 3 by the package flash-attn3-jax, of documents with the offsets of these; on Hopper alone.
+- fa3: te_jax with implementation="fa3", FlashAttention 3 by the package dew-flash-attn-cu13; on Hopper alone.
 - torch: `scaled_dot_product_attention` of torch, of documents its `varlen_attn`. torch_flex: its compiled
   `flex_attention`, with a block mask.
 
@@ -128,7 +128,7 @@ def _build(name: str, case: shapes.AttentionShape, backward: bool, operands: Ope
     if name == "te_jax_ring":
         attend, operands, order = _shared(case, operands)
     else:
-        attend = {"jax": _by_jax, "fa3": _by_fa3}.get(name, functools.partial(_by_te_jax, name))(case, ids)
+        attend = (_by_jax if name == "jax" else functools.partial(_by_te_jax, name))(case, ids)
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
         del dy
@@ -172,7 +172,7 @@ def _most_calls(operands: Operands) -> int:
 
 
 def _by_te_jax(name: str, case: shapes.AttentionShape, ids: jax.Array) -> Callable[..., jax.Array]:
-    options: dict[str, Any] = {"implementation": _implementation()}
+    options: dict[str, Any] = {"implementation": "fa3" if name == "fa3" else _implementation()}
     if (count := len(case.documents)) > 1:
         options["segment_ids"] = ids
         if name != "te_jax_mask":
@@ -188,21 +188,6 @@ def _by_jax(case: shapes.AttentionShape, ids: jax.Array) -> Callable[..., jax.Ar
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation=implementation)
 
     return attend
-
-
-def _by_fa3(case: shapes.AttentionShape, ids: jax.Array) -> Callable[..., jax.Array]:
-    import flash_attn3_jax  # pyright: ignore[reportMissingImports]
-
-    if len(case.documents) == 1:
-        return functools.partial(flash_attn3_jax.flash_mha, is_causal=True)
-    offsets, longest = jnp.asarray(_offsets(case)), max(case.documents)
-
-    def packed(query: jax.Array, *key_value: jax.Array) -> jax.Array:
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (query, *key_value))
-        y = flash_attn3_jax.flash_mha_varlen(*flat, offsets, max_seqlen_q=longest, max_seqlen_k=longest, is_causal=True)
-        return y.reshape(query.shape)
-
-    return packed
 
 
 def _offsets(case: shapes.AttentionShape) -> np.ndarray:

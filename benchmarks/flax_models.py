@@ -7,7 +7,10 @@ attention is cuDNN's (XLA's on a CPU), layers are a list. Implementations, each 
 - …_convert: `te_jax.nnx.convert(model, BlockScaling())`, or `te_jax.flax.convert`.
 - …_adam: `te_jax.optim.adamw` with moments in bfloat16.
 - …_loss: the head and the loss by `te_jax.ops.linear_cross_entropy(recipe=BlockScaling())`, of the hidden states.
-- …_blocks: the last one with `TransformerBlock` in the place of the user's blocks.
+- …_logits, of NNX: with all of the head's products in FP8. …_params, of NNX: with parameters in bfloat16 and
+  `master_dtype="int16"`. …_attention, of NNX: with `te_jax.ops.attention` in the place of JAX's, which takes
+  FlashAttention 3 where it is installed.
+- …_blocks: …_loss with `TransformerBlock` in the place of the user's blocks.
 - bf16, bf16_scan, te_jax_block_fp8_head: those of `benchmarks.step`, for the same parameters. The losses of all others
   are checked against the first one's.
 
@@ -43,8 +46,9 @@ from te_jax.layers import apply_layers
 from te_jax.parallel import FSDP
 from te_jax.recipe import BlockScaling
 
-_CHANGES = ("convert", "adam", "loss", "blocks")
-_NAMES = {library: (library, *(f"{library}_{change}" for change in _CHANGES)) for library in ("nnx", "linen")}
+_CHANGES = ("convert", "adam", "loss", "logits", "params", "attention")
+_OF = {"nnx": (*_CHANGES, "blocks"), "linen": (*_CHANGES[:3], "blocks")}
+_NAMES = {library: (library, *(f"{library}_{change}" for change in changes)) for library, changes in _OF.items()}
 _WAITING = ("nnx", "nnx_loss", "nnx_blocks")
 _REFERENCES = ("bf16", "bf16_scan", "te_jax_block_fp8_head")
 TENSOR_AXIS = "tensor"
@@ -61,7 +65,9 @@ def _rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _attended(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _attended(query: jax.Array, key: jax.Array, value: jax.Array, by_te_jax: bool = False) -> jax.Array:
+    if by_te_jax:
+        return ops.attention(_rotated(query), _rotated(key), value, causal=True)
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     return jax.nn.dot_product_attention(
         _rotated(query), _rotated(key), value, is_causal=True, implementation=implementation
@@ -69,6 +75,8 @@ def _attended(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
+    by_te_jax = False
+
     def __init__(self, case: shapes.StepShape, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
         self.head_dim = case.head_dim
@@ -79,7 +87,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         heads = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (self.query(x), self.key(x), self.value(x)))
-        return self.out(_attended(*heads).reshape(*x.shape[:2], -1))
+        return self.out(_attended(*heads, self.by_te_jax).reshape(*x.shape[:2], -1))
 
 
 class MLP(nnx.Module):
@@ -228,21 +236,25 @@ def _linen_blocks(case: shapes.StepShape) -> nn.Module:
 def _has(name: str, change: str) -> bool:
     """Whether an implementation has a change, its own or one before it."""
     own = name.partition("_")[2]
-    return own in _CHANGES and _CHANGES.index(own) >= _CHANGES.index(change)
+    if own == "blocks":
+        return change in ("blocks", *_CHANGES[:3])
+    return own in _CHANGES and change in _CHANGES[: _CHANGES.index(own) + 1]
 
 
 def _adamw(name: str) -> optax.GradientTransformation:
     if not _has(name, "adam"):
         return optax.adamw(step.RATE, **step.ADAMW)
-    return optim.adamw(step.RATE, mu_dtype="bfloat16", nu_dtype="bfloat16", **step.ADAMW)
+    master = {"master_dtype": "int16"} if _has(name, "params") else {}
+    return optim.adamw(step.RATE, mu_dtype="bfloat16", nu_dtype="bfloat16", **master, **step.ADAMW)
 
 
 def _loss_of_logits(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets))
 
 
-def _loss_of_hidden(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
-    return ops.linear_cross_entropy(hidden, head, targets, recipe=BlockScaling())
+def _loss_of_hidden(name: str, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
+    products = {"fp8_products": ("forward", "dgrad", "wgrad")} if _has(name, "logits") else {}
+    return ops.linear_cross_entropy(hidden, head, targets, recipe=BlockScaling(), **products)
 
 
 # Steps
@@ -256,7 +268,7 @@ def _from_decoder(params: Any, path: tuple[Any, ...], like: Any) -> jax.Array:
         found = params["layers"][int(number)][name.removesuffix("_proj")]
     else:
         found = params[{"embed": "embedding", "norm": "final_norm", "lm_head": "head"}[names[0]]]
-    return found.reshape(like.shape)
+    return found.reshape(like.shape).astype(like.dtype)
 
 
 def nnx_model(name: str, case: shapes.StepShape, depth: int) -> Llama:
@@ -266,6 +278,11 @@ def nnx_model(name: str, case: shapes.StepShape, depth: int) -> Llama:
     model = kind(case, depth, _nnx_blocks if blocks else Block, nnx.Rngs(0))
     if _has(name, "convert"):
         te_jax.nnx.convert(model, BlockScaling())
+    if _has(name, "params"):
+        nnx.update(model, jax.tree.map(lambda param: param.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
+    if _has(name, "attention"):
+        for layer in model.layers:
+            layer.attention.by_te_jax = True
     if isinstance(model, SharedLlama):
         model.fsdp = FSDP(case.devices, quantize=te_jax.nnx.requantize(model.layers[0]))
     return model
@@ -277,7 +294,7 @@ def _nnx_loss(name: str) -> Callable[..., jax.Array]:
             head = model.lm_head.kernel.get_value()
             if isinstance(model, SharedLlama):
                 head = head.astype(jnp.bfloat16)  # which XLA gathers then
-            return _loss_of_hidden(model.hidden(tokens), head, targets)
+            return _loss_of_hidden(name, model.hidden(tokens), head, targets)
         return _loss_of_logits(model(tokens), targets)
 
     return loss
@@ -327,7 +344,10 @@ def nnx_made(name: str, case: shapes.StepShape, depth: int) -> step.Made:
     def complete(params: Any) -> step.State:
         model, _ = objects()
         state = nnx.state(model, nnx.Param)
-        flat = {path: leaf.replace(_from_decoder(params, path, leaf)) for path, leaf in nnx.to_flat_state(state)}
+        flat = {
+            path: leaf.replace(_from_decoder(params, path, leaf).astype(leaf.dtype))
+            for path, leaf in nnx.to_flat_state(state)
+        }
         nnx.update(model, nnx.from_flat_state(flat))
         optimizer = nnx.Optimizer(model, _adamw(name), wrt=nnx.Param)
         return {"all": nnx.state((model, optimizer)), "scaling": None}
@@ -352,7 +372,7 @@ def _linen_made(name: str, case: shapes.StepShape, depth: int) -> step.Made:
     def loss(variables: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         y: Any = model.apply(variables, tokens, method="hidden" if _has(name, "loss") else None)
         if _has(name, "loss"):
-            return _loss_of_hidden(y, variables["params"]["lm_head"]["kernel"], targets)
+            return _loss_of_hidden(name, y, variables["params"]["lm_head"]["kernel"], targets)
         return _loss_of_logits(y, targets)
 
     def complete(params: Any) -> step.State:

@@ -37,7 +37,7 @@ from te_jax._core.terminal import aligned, reason_of
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-_VERSIONS_OF = ("jax", "jaxlib", "optax", "numpy", "torch", "triton", "jax-cuda13-plugin", "flash-attn3-jax")
+_VERSIONS_OF = ("jax", "jaxlib", "optax", "numpy", "torch", "triton", "jax-cuda13-plugin", "dew-flash-attn-cu13")
 
 
 class SelectionError(ValueError):

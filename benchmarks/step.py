@@ -553,10 +553,12 @@ def compiled(name: str, made: Made, case: shapes.StepShape, depth: int, on: OneD
     start = time.perf_counter()
     step = lowered(made, case, depth, on, batch).compile(on.compiler_options)
     seconds = time.perf_counter() - start
-    # A stack, other dtypes, or what a user's model has of other shapes, does not fit in the place of layers.
+    # A stack, other dtypes, or what a user has of other shapes, does not fit in the place of layers: one program
+    # makes both then, lest layers leave a hole in memory.
     others = ("_scan", "_bf16_params", "_fp8_logits", "_fp8_moments")
-    donated = () if name.endswith(others) or name.startswith(("nnx", "linen")) else (0,)
-    completed = jax.jit(complete, donate_argnums=donated, out_shardings=shardings)
+    if name.endswith(others) or name.startswith(("nnx", "linen")):
+        return Program(name, jax.jit(lambda: complete(init()), out_shardings=shardings), batch, step, seconds)
+    completed = jax.jit(complete, donate_argnums=0, out_shardings=shardings)
     return Program(name, lambda: completed(init()), batch, step, seconds)
 
 

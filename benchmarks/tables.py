@@ -415,7 +415,7 @@ def summary_table(document: dict[str, Any]) -> str:
 
 def provenance(document: dict[str, Any]) -> str:
     """One line: device, driver, versions, commit and date of a result file."""
-    software = ("jax", "optax", "torch", "flash-attn3-jax", "cuBLAS", "cuDNN")
+    software = ("jax", "optax", "torch", "flash-attn3-jax", "dew-flash-attn-cu13", "cuBLAS", "cuDNN")
     versions = ", ".join(f"{name} {document['versions'][name]}" for name in software if name in document["versions"])
     device = document["device"]
     on_gpu = f"{device['kind']}, driver {device['driver'] or 'unknown'}"

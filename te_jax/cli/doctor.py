@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from te_jax import native
 from te_jax._core import host
 from te_jax._core.terminal import aligned, key_values, reason_of
+from te_jax.ops import _fa3_attention
 from te_jax.ops.implementations import XLA_CAPABILITY, fp8_implementation, unsupported
 from te_jax.recipe import Scaling
 
@@ -76,7 +77,7 @@ class Chosen:
     Attributes:
       operations: their names.
       recipes: names of recipes; empty for operations without one.
-      implementation: "native", "xla", "reference", "cuDNN" or "refused".
+      implementation: "native", "xla", "reference" or "refused"; of attention the libraries.
     """
 
     operations: str
@@ -271,7 +272,7 @@ def implementations() -> tuple[Chosen, ...]:
         Chosen(_GROUPED_PRODUCTS, "current, delayed, rowwise, block", _of_product("block_1x128", by_xla=False)),
         Chosen(_GROUPED_PRODUCTS, "mxfp8", _of_product("block_1x32", by_xla=False)),
         Chosen(_OTHERS, "", others),
-        Chosen("attention", "", "cuDNN" if on_gpu else "reference"),
+        Chosen("attention", "", _of_attention()),
     )
 
 
@@ -282,6 +283,13 @@ def _of_product(scaling: Scaling, *, by_xla: bool = True) -> str:
             return fp8_implementation(None, scaling, unsupported(scaling), by_xla=by_xla)
         except native.NativeUnavailableError:
             return "refused"
+
+
+def _of_attention() -> str:
+    capability = native.compute_capability()
+    if capability != (9, 0):
+        return "cuDNN" if capability is not None else "reference"
+    return "FlashAttention 3, cuDNN" if _fa3_attention.missing() is None else "cuDNN; FlashAttention 3 with te_jax[fa3]"
 
 
 def _has_fp8_by_xla(capability: str) -> bool:

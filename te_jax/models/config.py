@@ -4,12 +4,12 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
-from te_jax import native
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.layers.stack import Remat, check_remat
 from te_jax.offload import Offload
+from te_jax.ops.attention import AttentionImplementation
 from te_jax.recipe import DelayedScaling, Product, ProductRecipes, Recipe, Scaling
 from te_jax.reference.activation import Activation, ActivationName
 
@@ -131,7 +131,8 @@ class DecoderConfig:
       head_fp8_products: which of "forward", "dgrad" and "wgrad" these are: see `te_jax.ops.linear_cross_entropy`.
         "forward" in FP8 loses most of the accuracy.
       experts: a mixture of experts in the place of every MLP; None for one MLP.
-      attention: the implementation of `te_jax.ops.attention`: "native", "reference", or None, which chooses.
+      attention: the implementation of `te_jax.ops.attention`: "native", "fa3", "reference", or None, which
+        chooses.
       max_segments_per_seq: of packed sequences: see `te_jax.ops.attention`. None takes any, by a mask.
       window: a token sees itself and the window - 1 tokens before it. One number for all blocks, or a tuple of one for
         each; None is no window.
@@ -165,7 +166,7 @@ class DecoderConfig:
     head_fp8_products: tuple[Product, ...] = ("dgrad", "wgrad")
     offload: Offload | None = None
     experts: Experts | None = None
-    attention: native.Implementation | None = None
+    attention: AttentionImplementation | None = None
     max_segments_per_seq: int | None = None
     rope_scaling: RopeScaling | None = None
     window: int | tuple[int | None, ...] | None = None
@@ -220,8 +221,8 @@ class DecoderConfig:
         check_remat(self.remat)
         if self.remat == "attention" and self.attention == "reference":
             raise ValueError("remat is 'attention' and attention 'reference', whose results have no names: choose True")
-        if self.attention not in (None, "native", "reference"):
-            raise ValueError(f"attention is {self.attention!r}: choose 'native', 'reference' or None")
+        if self.attention not in (None, "native", "fa3", "reference"):
+            raise ValueError(f"attention is {self.attention!r}: choose 'native', 'fa3', 'reference' or None")
         self._check_variants()
         if self.experts is not None and isinstance(self.recipe, DelayedScaling):
             raise ValueError(

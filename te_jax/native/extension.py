@@ -26,10 +26,11 @@ Implementation = Literal["native", "xla", "reference"]
 
 _MODULES = {"cpu": "te_jax._te_cpu", "cuda": "te_jax._te_cuda"}
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-# XLA's own, of te_jax.ops.attention.
+# Of te_jax.ops.attention: XLA's own, and those of a package.
 _CUDNN_TARGETS = tuple(
     f"__cudnn$fmha{name}{direction}" for name in ("Softmax", "ScaleBiasSoftmax") for direction in ("", "Backward")
 )
+_FA3_TARGETS = tuple(f"te_jax_fa3_{kind}{direction}" for kind in ("", "varlen_") for direction in ("fwd", "bwd"))
 _REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)"
 
 
@@ -345,4 +346,5 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
     JAX asks for it because custom calls promise no compatibility: run the program with the te_jax that exported it.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (*register(), *_CUDNN_TARGETS)]
+    of_attention = (*_CUDNN_TARGETS, *_FA3_TARGETS)
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (*register(), *of_attention)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,35 +23,13 @@ from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 from jaxlib.mlir import ir
 
 from te_jax import native, sharding
-from te_jax.reference.attention import visible_pairs
-
-Operands = Mapping[str, Array]
+from te_jax.ops._fused_attention import Masks, Operands, Segments, gradient_of_sinks, with_sinks
 
 MAX_HEAD_DIM = 256
 # The cotangent of the log-sum-exp needs three more columns; head_dim stays a multiple of 8.
 _LSE_COLUMNS = 8
 # The last of `_Call.tiers` takes all segments of up to so many tokens: cuDNN's blocks have as many.
 _SHORTEST_TIER = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Masks:
-    """The static arguments of attention that decide which scores there are."""
-
-    causal: bool
-    window: int | None
-    scale: float
-    max_segments_per_seq: int | None = None
-
-    def visible(self, operands: Operands) -> Array | None:
-        names = ("query_lengths", "key_lengths", "query_segment_ids", "key_segment_ids")
-        return visible_pairs(
-            operands["query"].shape[-3],
-            operands["key"].shape[-3],
-            causal=self.causal,
-            window=self.window,
-            **{name: operands[name] for name in names if name in operands},
-        )
 
 
 # ------------------------------------------------------------------------------------------------- where it is no help
@@ -145,12 +123,7 @@ def forward(operands: Operands, masks: Masks) -> tuple[Array, Array]:
     if (rows := _rows_with_keys(operands, masks)) is not None:
         out = jnp.where(rows[..., None, None], out, 0.0)
         lse = jnp.where(rows[..., None, :], lse, -jnp.inf)
-    if "sinks" in operands:
-        # A sink is one more score without a value: it enlarges the sum of exponentials and scales the output down.
-        with_sinks = jnp.logaddexp(lse, _sinks(operands))
-        rescale = jnp.swapaxes(jnp.exp(lse - with_sinks), -1, -2)[..., None]
-        out, lse = (out.astype(jnp.float32) * rescale).astype(out.dtype), with_sinks
-    return out, lse
+    return with_sinks(operands, out, lse)
 
 
 def backward(
@@ -159,16 +132,14 @@ def backward(
     """Gradients of the wanted operands.
 
     cuDNN computes P = exp(scores - lse), δ = Σ dout · out and dscores = P (dP - δ). With an output and a log-sum-exp
-    that include the sinks all of these are right, and dsinks = Σ exp(sinks - lse) (dlse - δ).
+    that include the sinks all of these are right.
     """
     gradients: dict[str, Array] = {}
     rows = _rows_with_keys(operands, masks)
     if rows is not None:
         dout = jnp.where(rows[..., None, None], dout, 0.0)
     if "sinks" in wanted:
-        delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-        share = jnp.exp(_sinks(operands) - lse) * ((0.0 if dlse is None else dlse) - jnp.swapaxes(delta, -1, -2))
-        gradients["sinks"] = jnp.sum(share, axis=(-1, -3)).astype(operands["sinks"].dtype)
+        gradients["sinks"] = gradient_of_sinks(operands, out, lse, dout, dlse)
     if rows is not None:
         lse = jnp.where(rows[..., None, :], lse, 0.0)  # exp(-inf - 0) is 0, where exp(-inf + inf) is NaN
         dlse = None if dlse is None else jnp.where(rows[..., None, :], dlse, 0.0)
@@ -222,30 +193,8 @@ def _with_lse_columns(operands: Operands) -> Operands:
     }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Packed:
-    """Where segments are in a batch of sequences: all of them, or those of a range of lengths.
-
-    Attributes:
-      segment: int32 [B · T], that of each token; S or more if the token is in none of these.
-      offsets: int32 [S + 1], the tokens before each segment, and before the end for S - n that there are not.
-      lengths: int32 [S], the tokens of each segment.
-      time: the most tokens that a segment can have.
-    """
-
-    segment: Array
-    offsets: Array
-    lengths: Array
-    time: int
-
-    @classmethod
-    def of(cls, ids: Array, count: int) -> _Packed:
-        """From the numbers [B, T] of segments, which grow in a sequence, for `count` segments."""
-        begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        segment = jnp.cumsum(begins.ravel(), dtype=jnp.int32) - 1
-        places = lax.broadcasted_iota(jnp.int32, (count + 1, segment.size), 0)
-        offsets = jnp.sum(segment[None] < places, axis=1, dtype=jnp.int32)
-        return cls(segment, offsets, offsets[1:] - offsets[:-1], ids.shape[1])
+class _Packed(Segments):
+    """Segments as cuDNN takes them: all of them, or those of a range of lengths."""
 
     def tier(self, shortest: int, longest: int, count: int) -> _Packed:
         """The segments of `shortest` to `longest` tokens, of which there are at most `count`."""
@@ -430,11 +379,6 @@ def _rows_with_keys(operands: Operands, masks: Masks) -> Array | None:
     assert visible is not None
     lead = operands["query"].shape[:-3]
     return jnp.broadcast_to(jnp.any(visible, axis=-1), (*lead, t))
-
-
-def _sinks(operands: Operands) -> Array:
-    """Sinks as they are added to a log-sum-exp: [*, 1, N, 1]."""
-    return operands["sinks"].astype(jnp.float32)[..., None, :, None]
 
 
 def _summands(x: Array, dtype) -> Array:

@@ -1,11 +1,11 @@
-"""Attention by cuDNN, or by XLA where cuDNN cannot: chosen for the platform that a program is lowered for."""
+"""Attention by FlashAttention 3, cuDNN, or XLA where neither can: chosen for the platform a program is lowered for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import jax
@@ -21,11 +21,11 @@ from te_jax._core.derivatives import not_differentiated
 from te_jax._core.integers import as_int32, in_one_dtype
 from te_jax._core.platforms import by_platform
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops import _cudnn_attention
-from te_jax.ops._cudnn_attention import Masks
+from te_jax.ops import _cudnn_attention, _fa3_attention
+from te_jax.ops._fused_attention import Library, Masks, Operands
 from te_jax.ops.operands import as_array
 
-Operands = Mapping[str, Array]
+AttentionImplementation = native.Implementation | Literal["fa3"]
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _REVERSE_MODE = (
@@ -44,7 +44,7 @@ def attention(
     max_segments_per_seq: int | None = None, scale: float | None = None,
     bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
     return_lse: Literal[False] = False, max_score_bytes: int = 2**30,
-    implementation: native.Implementation | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Array: ...
 @overload
 def attention(
@@ -55,7 +55,7 @@ def attention(
     max_segments_per_seq: int | None = None, scale: float | None = None,
     bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
     return_lse: Literal[True], max_score_bytes: int = 2**30,
-    implementation: native.Implementation | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def attention(
@@ -75,14 +75,15 @@ def attention(
     sinks: jax.typing.ArrayLike | None = None,
     return_lse: bool = False,
     max_score_bytes: int = 2**30,
-    implementation: native.Implementation | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""softmax(scale · query keyᵀ + bias) value, of each head; a query that sees no key gives 0.
 
-    On CUDA cuDNN computes it without ever holding the scores [B, N, T, S]; on other platforms XLA computes it with
-    them. The platform is that for which the program is lowered, wherever it is traced. If cuDNN cannot (float32, a
+    On CUDA cuDNN computes it without ever holding the scores [B, N, T, S], and so does FlashAttention 3 where it is
+    installed and faster (te_jax[fa3], compute capability 9.0); on other platforms XLA computes it with them. The
+    platform is that for which the program is lowered, wherever it is traced. If neither can (float32, a
     head_dim above 256, …: docs/attention.md), XLA takes its place as long as the scores of a device fit
-    `max_score_bytes`; beyond that lowering raises. cuDNN's gradients may differ in their last bits from run to run.
+    `max_score_bytes`; beyond that lowering raises. Gradients of both may differ in their last bits from run to run.
 
     Devices may split batch and heads, in whole groups of heads with their key; they gather a split sequence. The
     residuals have the checkpoint names "te_attention_operand" for query, key and value, "te_attention_output" and
@@ -105,15 +106,15 @@ def attention(
       sinks: floats [N]: a further score of every query, without a value.
       return_lse: also return the log-sum-exp of the scores, with the sinks. Its gradient is right, but costs time.
       max_score_bytes: limit of XLA's float32 scores of one device on CUDA; ignored with implementation="reference".
-      implementation: "native" is cuDNN, "reference" XLA with all derivatives, not only first ones in reverse mode;
-        neither falls back. None chooses, and so does "xla": XLA calls cuDNN too.
+      implementation: "native" is cuDNN, "fa3" FlashAttention 3, "reference" XLA with all derivatives, not only first
+        ones in reverse mode; none falls back. None chooses, and so does "xla": XLA calls cuDNN too.
 
     Returns:
       [B, T, N, H] in the dtype of query; with return_lse also float32 [B, T, N].
 
     Raises:
       ValueError: an argument breaks a rule above. While lowering: neither cuDNN nor XLA within `max_score_bytes` can
-        compute it, or implementation="native" cannot.
+        compute it, or the implementation that is asked for cannot.
       NotImplementedError: forward mode and second derivatives, unless implementation="reference".
 
     Examples:
@@ -125,7 +126,7 @@ def attention(
       >>> out[0, :, 0, 0].tolist()
       [0.0, 8.0, 24.0, 40.0, 56.0]
     """
-    native.validate_implementation(implementation)
+    validate_implementation(implementation)
     given = {
         "query": query,
         "key": key,
@@ -161,6 +162,14 @@ def attention(
         operands = reverse_mode_only(operands, _REVERSE_MODE)
     out, lse = _run(operands, settings, return_lse)
     return (out, lse) if return_lse else out
+
+
+def validate_implementation(implementation: Any) -> None:
+    """Raises ValueError unless it is one of attention."""
+    if implementation not in (None, "native", "xla", "reference", "fa3"):
+        raise ValueError(
+            f"implementation is {implementation!r}; it must be None, 'native', 'fa3', 'xla' or 'reference'"
+        )
 
 
 def validate_segments(max_segments_per_seq: Any, segment_ids: Any, key_segment_ids: Any = None) -> None:
@@ -272,7 +281,7 @@ class Settings:
     """The static arguments, together."""
 
     masks: Masks
-    implementation: native.Implementation | None
+    implementation: AttentionImplementation | None
     max_score_bytes: int
     part: bool = False
 
@@ -292,9 +301,25 @@ class Settings:
         masks, arrays = self.masks, self.wide(operands)
         return reference.attention(**arrays, causal=masks.causal, window=masks.window, scale=masks.scale)
 
-    def by_cudnn(self, operands: Operands) -> tuple[Array, Array]:
-        out, lse = _cudnn_attention.forward(operands, self.masks)
+    def by_library(self, library: Library, operands: Operands) -> tuple[Array, Array]:
+        out, lse = library.forward(operands, self.masks)
         return out.astype(jnp.float32) if self.part else out, lse
+
+    def library(self, operands: Operands, *, backward: bool, lse_cotangent: bool) -> tuple[Library, str | None]:
+        """Which library computes attention of these local arrays on CUDA, and why it cannot."""
+        asked = self.implementation == "fa3"
+        if asked or (self.implementation != "native" and _fa3_attention.is_faster(operands, self.masks)):
+            problem = _fa3_attention.problem(operands, self.masks, lse_cotangent=lse_cotangent)
+            if asked or problem is None:
+                return _fa3_attention, problem
+        problem = _cudnn_attention.problem(
+            operands,
+            self.masks,
+            backward=backward,
+            lse_cotangent=lse_cotangent,
+            max_mask_bytes=self.max_score_bytes,
+        )
+        return _cudnn_attention, problem
 
     def wide(self, operands: Operands) -> Operands:
         """The operands for XLA, in float32 if the results are parts of sums."""
@@ -426,7 +451,7 @@ def _backward_on_shards(split: _Split):
 def _local_forward(*arrays: Array, axes, split: _Split, settings: Settings) -> tuple[Array, ...]:
     del axes
     operands = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
-    return _by_platform(operands, operands, settings.by_cudnn, settings.by_xla, settings)
+    return _by_platform(operands, operands, settings.by_library, settings.by_xla, settings)
 
 
 def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> tuple[Array, ...]:
@@ -439,10 +464,10 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> 
     inputs = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
     operands = {name: x for name, x in inputs.items() if name not in ("out", "lse", "dout", "dlse")}
 
-    def by_cudnn(inputs: Operands):
+    def by_library(library: Library, inputs: Operands):
         out = inputs["out"].astype(inputs["dout"].dtype)
         residuals = out, inputs["lse"], inputs["dout"], inputs.get("dlse")
-        gradients = _cudnn_attention.backward(operands_of(inputs), settings.masks, *residuals, split.wanted)
+        gradients = library.backward(operands_of(inputs), settings.masks, *residuals, split.wanted)
         return tuple(x.astype(jnp.float32) for x in gradients) if settings.part else gradients
 
     def by_xla(inputs: Operands):
@@ -463,29 +488,23 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> 
     def operands_of(inputs: Operands) -> Operands:
         return {name: inputs[name] for name in operands}
 
-    return _by_platform(inputs, operands, by_cudnn, by_xla, settings, backward=True)
+    return _by_platform(inputs, operands, by_library, by_xla, settings, backward=True)
 
 
-# ------------------------------------------------------------------------------------------------- cuDNN, XLA, or error
+# --------------------------------------------------------------------------------------------- a library, XLA, or error
 
 
 def _by_platform(
     inputs: Operands,
     operands: Operands,
-    by_cudnn: Callable[[Operands], tuple[Array, ...]],
+    by_library: Callable[[Library, Operands], tuple[Array, ...]],
     by_xla: Callable[[Operands], tuple[Array, ...]],
     settings: Settings,
     *,
     backward: bool = False,
 ) -> tuple[Array, ...]:
-    """The results of cuDNN or of XLA, chosen when the program is lowered for a platform."""
-    problem = _cudnn_attention.problem(
-        operands,
-        settings.masks,
-        backward=backward,
-        lse_cotangent="dlse" in inputs,
-        max_mask_bytes=settings.max_score_bytes,
-    )
+    """The results of a library or of XLA, chosen when the program is lowered for a platform."""
+    library, problem = settings.library(operands, backward=backward, lse_cotangent="dlse" in inputs)
 
     def of(function: Callable[[Operands], tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
         return lambda *arrays: function(dict(zip(inputs, arrays, strict=True)))
@@ -493,8 +512,8 @@ def _by_platform(
     elsewhere = on_cuda = of(by_xla)
     refused: dict[str, str] = {}
     if problem is None:
-        on_cuda = of(by_cudnn)
-    elif settings.implementation == "native":
+        on_cuda = of(functools.partial(by_library, library))
+    elif settings.implementation in ("native", "fa3"):
         refused["cuda"] = f"{problem}; or use implementation=None"
     else:
         *batch_and_time, heads, _ = operands["query"].shape
@@ -506,7 +525,10 @@ def _by_platform(
                 f"{problem}; or let XLA hold scores of {size}, more than max_score_bytes={settings.max_score_bytes}: "
                 "raise it, or use implementation='reference'"
             )
-    if settings.implementation == "native":
-        refused["default"] = "implementation is 'native', cuDNN, and the program is not lowered for CUDA: use None"
+    if settings.implementation in ("native", "fa3"):
+        named = "cuDNN" if settings.implementation == "native" else "FlashAttention 3"
+        refused["default"] = (
+            f"implementation is {settings.implementation!r}, {named}, and the program is not lowered for CUDA: use None"
+        )
     arrays = tuple(inputs.values())
     return tuple(by_platform(arrays, cuda=on_cuda, default=elsewhere, refused=tuple(refused.items())))

@@ -23,11 +23,19 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from te_jax import native, ops, sharding
+from te_jax import ops, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops.attention import Masks, Settings, bounded_runs, validate_operands, validate_segments
+from te_jax.ops.attention import (
+    AttentionImplementation,
+    Masks,
+    Settings,
+    bounded_runs,
+    validate_implementation,
+    validate_operands,
+    validate_segments,
+)
 
 __all__ = ["context_order", "ring_attention"]
 
@@ -82,7 +90,7 @@ def ring_attention(
     max_segments_per_seq: int | None = None,
     scale: float | None = None,
     max_score_bytes: int = 2**30,
-    implementation: native.Implementation | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Array:
     """`te_jax.ops.attention` inside of `jax.shard_map`, where devices along an axis split the time of all operands.
 
@@ -126,7 +134,7 @@ def ring_attention(
     (axis, *others), size = sharding.mapped_axes(axis_name)
     if others:
         raise ValueError(f"axis_name is {axis_name!r}; a ring has one axis: name that of the devices that split time")
-    native.validate_implementation(implementation)
+    validate_implementation(implementation)
     causal = as_flag("causal", causal)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -219,7 +227,7 @@ class _Ring:
     window: int | None
     scale: float
     max_score_bytes: int
-    implementation: native.Implementation | None
+    implementation: AttentionImplementation | None
 
     def next(self, tree: Any) -> Any:
         """What the device before has."""

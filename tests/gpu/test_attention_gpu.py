@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ops import attention_oracle as oracle
 
 from te_jax import checkpoint_policies, ops
+from te_jax.ops import _fa3_attention
 from te_jax.testing import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -136,6 +137,39 @@ def test_packed_segments(calls, kv_heads, head_dim, dtype, extra, options, rng):
         arguments["sinks"] = normal(rng, 8)
     packed = {"segment_ids": runs % 3, "max_segments_per_seq": most}
     check(arguments, {**packed, **options}, mask_of_runs(runs, **options), rng, lse=extra == "lse")
+
+
+# Arguments of the operation, what is beside them, and (t, s, heads of key, head_dim, dtype).
+OF_FA3 = {
+    "all": ({}, "", (192, 320, 2, 64, "bfloat16")),
+    "causal": ({"causal": True}, "sinks", (300, 300, 2, 128, "bfloat16")),
+    "one head of key": ({"causal": True}, "", (192, 192, 1, 128, "float16")),
+    "as many heads": ({"causal": True}, "sinks", (129, 129, 8, 40, "bfloat16")),
+    "window": ({"causal": True, "window": 40}, "", (520, 520, 2, 128, "bfloat16")),
+    "window of 1": ({"causal": True, "window": 1}, "sinks", (64, 64, 4, 64, "bfloat16")),
+    "wide": ({"causal": True}, "", (256, 256, 2, 256, "bfloat16")),
+    "narrow": ({}, "", (100, 3, 2, 192, "float16")),
+    "packed": ({"causal": True, "max_segments_per_seq": 9}, "", (1000, 1000, 2, 128, "bfloat16")),
+    "packed, sinks": ({"max_segments_per_seq": 40}, "sinks", (2048, 2048, 8, 64, "float16")),
+    "packed, window": ({"causal": True, "window": 40, "max_segments_per_seq": 9}, "", (777, 777, 1, 128, "bfloat16")),
+}
+
+
+@pytest.mark.skipif(_fa3_attention.missing() is not None, reason=_fa3_attention.missing() or "")
+@pytest.mark.parametrize("name", OF_FA3)
+def test_fa3(name, rng):
+    options, extra, (t, s, kv_heads, head_dim, dtype) = OF_FA3[name]
+    options = dict(options)
+    arguments = draw(rng, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, t=t, s=s)
+    if extra:
+        arguments["sinks"] = normal(rng, 8)
+    seen = {key: options[key] for key in ("causal", "window") if key in options}
+    mask = oracle.visible(B, t, s, **seen)
+    if most := options.get("max_segments_per_seq"):
+        runs = np.stack([oracle.random_runs(rng, t, count) for count in (most, 1, most // 2)])
+        options["segment_ids"] = runs % 3
+        mask = mask_of_runs(runs, **seen)
+    check(arguments, options, mask, rng, implementation="fa3")
 
 
 @pytest.mark.parametrize("length", [40, 300, 2048])

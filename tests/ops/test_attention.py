@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import re
 
 import jax
@@ -15,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from ops import attention_oracle as oracle
 
 from te_jax import checkpoint_policies, ops
-from te_jax.ops import _cudnn_attention
-from te_jax.ops._cudnn_attention import Masks
+from te_jax.ops import _cudnn_attention, _fa3_attention
+from te_jax.ops._fused_attention import Masks
 from te_jax.testing import assert_close
 
 B, T, S, H = 3, 12, 20, 8
@@ -412,6 +414,81 @@ def test_named_cudnn_is_not_for_cpus(rng):
         ops.attention(**draw(rng, dtype="bfloat16"), implementation="native")
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"causal": True}, None),
+        ({}, {"causal": True, "key_lengths": integers(5, 5, 5)}, "key_lengths are given, which FlashAttention 3"),
+        ({}, {"segment_ids": PACKED["segment_ids"]}, "without max_segments_per_seq are given"),
+        ({}, PACKED, None),
+        ({"dtype": "float32"}, {}, "FlashAttention 3 takes bfloat16 and float16"),
+        ({"head_dim": 100}, {}, "a head_dim of 100.*multiples of 8 up to 256"),
+        ({"s": S}, {}, None),
+        ({"s": S}, {"causal": True}, "12 tokens and key 20.*from the end with causal=True"),
+        ({"batch": 0}, {}, "no empty arrays"),
+    ],
+)
+def test_fa3_by_name(change, options, message, monkeypatch, rng):
+    """It falls back nowhere, and its calls are forward and backward ones of the package."""
+    arguments = draw(rng, **{"s": T, "dtype": "bfloat16", **change})
+    if message is None:
+        program = (
+            for_cuda(jax.grad(loss_of(**options, implementation="fa3")), arguments) if has_fa3(monkeypatch) else ""
+        )
+        kind = "varlen_" * ("segment_ids" in options)
+        assert re.findall(r"@te_jax_fa3_(\w+)", program) == [f"{kind}fwd", f"{kind}bwd"]
+    else:
+        assert has_fa3(monkeypatch)
+        with pytest.raises(ValueError, match=f"{message}.*; or use implementation=None"):
+            for_cuda(functools.partial(ops.attention, **options, implementation="fa3"), *arguments.values())
+
+
+def has_fa3(monkeypatch, missing=None):
+    """As if its library were here, which a CPU does not need."""
+    monkeypatch.setattr(_fa3_attention, "missing", lambda: missing)
+    return True
+
+
+def test_fa3_has_no_gradient_of_the_log_sum_exp(monkeypatch, rng):
+    has_fa3(monkeypatch)
+
+    def loss(arguments):
+        return jnp.sum(ops.attention(**arguments, return_lse=True, implementation="fa3")[1])
+
+    with pytest.raises(ValueError, match="no gradient through the log-sum-exp; or use implementation=None"):
+        for_cuda(jax.grad(loss), draw(rng, dtype="bfloat16"))
+
+
+def test_fa3_is_an_option(rng):
+    """Nothing here has the package."""
+    arguments = draw(rng, dtype="bfloat16", head_dim=24)  # which no other test has: JAX remembers what it traced
+    with pytest.raises(ValueError, match="not installed: pip install dew-flash-attn-cu13; or use implementation=None"):
+        for_cuda(functools.partial(ops.attention, implementation="fa3"), *arguments.values())
+    assert "fa3" not in for_cuda(ops.attention, *arguments.values())
+    with pytest.raises(ValueError, match="is 'fa3', FlashAttention 3, and the program is not lowered for CUDA"):
+        jax.jit(functools.partial(ops.attention, **arguments, implementation="fa3"))()
+
+
+def test_fa3_is_chosen_where_it_is_faster(monkeypatch, rng):
+    """On the GPUs of its kernels, for long sequences; cuDNN computes what it cannot."""
+    has_fa3(monkeypatch)
+    monkeypatch.setattr(_fa3_attention.native, "has_gpu", lambda: True)
+    monkeypatch.setattr(_fa3_attention.native, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(_cudnn_attention, "_device", lambda: ((9, 0), (9, 19, 1)))
+    long = jax.ShapeDtypeStruct((1, 8192, 32, 128), jnp.bfloat16)
+
+    def library(query, **options):
+        program = for_cuda(functools.partial(ops.attention, **options), query, query, query)
+        return "fa3" if "te_jax_fa3" in program else "cuDNN" if calls(program) else "XLA"
+
+    assert library(long, causal=True) == "fa3"
+    assert library(long, causal=True, implementation="native") == "cuDNN"
+    assert library(long, causal=True, key_lengths=integers(5)) == "cuDNN"
+    assert library(jax.ShapeDtypeStruct((1, 256, 32, 128), jnp.bfloat16), causal=True) == "cuDNN"
+    monkeypatch.setattr(_fa3_attention.native, "compute_capability", lambda: (10, 0))
+    assert library(long, causal=True, scale=1.0) == "cuDNN"
+
+
 BF16 = {"query": (1, 256, 4, 64), "key": (1, 256, 2, 64)}
 
 
@@ -488,11 +565,15 @@ def test_arguments(options, message, rng):
         ops.attention(**draw(rng) | options)
 
 
-# ------------------------------------------------------------------------------------------------------ cuDNN, emulated
+# -------------------------------------------------------------------------------------------------- libraries, emulated
 
 
-def emulated(target, types, *, legacy_backend_config, **_):
-    """`jax.ffi.ffi_call` of cuDNN's attention."""
+def emulated(target, types, *, legacy_backend_config=None, **_):
+    """`jax.ffi.ffi_call` of cuDNN's attention, or of FlashAttention 3."""
+    if legacy_backend_config is None:
+        return lambda *buffers, **attributes: jax.pure_callback(
+            lambda *buffers: emulated_fa3(target, types, attributes, *map(np.asarray, buffers)), tuple(types), *buffers
+        )
     config = json.loads(legacy_backend_config)["cudnn_fmha_backend_config"]
     compute = emulated_segments if config["max_seg_per_batch"] > 1 else emulated_sequences
     return lambda *buffers: jax.pure_callback(
@@ -587,19 +668,67 @@ def emulated_segments(target, types, config, *buffers):
     return *results, np.zeros(types[-1].shape, types[-1].dtype)
 
 
+def emulated_fa3(target, types, attributes, *buffers):
+    """The same as FlashAttention 3 takes them: sequences of a batch, or between offsets."""
+    backward, packed = target.endswith("bwd"), "varlen" in target
+    config = {
+        "mask_type": "CAUSAL" * attributes["is_causal"],
+        "sliding_window_length": int(attributes["window_size_left"]) + 1,
+        "fmha_scale": attributes["softmax_scale"],
+    }
+    if packed:
+        *buffers, begins, key_begins = buffers
+        np.testing.assert_array_equal(begins, key_begins)
+        assert begins[0] == 0
+        assert begins[-1] == buffers[0].shape[0]
+        assert attributes["max_seqlen"] == attributes["max_seqlen_k"] >= np.diff(begins).max()
+        parts = [(slice(a, b),) for a, b in itertools.pairwise(begins) if b > a]
+    else:
+        parts = list(range(buffers[0].shape[0]))
+    results = [np.full(type_.shape, np.nan, type_.dtype) for type_ in types]
+    if backward:
+        rows = math.prod(types[0].shape[:-2]) + 128 * (len(begins) if packed else len(parts) + 1)
+        assert all(type_.shape == (types[0].shape[-2] * rows,) for type_ in types[3:])
+    of_rows = (lambda part: (slice(None), *part)) if packed else (lambda part: part)
+    for part in parts:
+        if not backward:
+            out, lse, _ = emulated_sequences("Softmax", types, config, *(x[part][None] for x in buffers))
+            results[0][part], results[1][of_rows(part)] = np.swapaxes(out[0], 0, 1), lse[0]
+            continue
+        dout, query, key, value, out = (x[part][None] for x in buffers[:5])
+        lse = buffers[5][of_rows(part)][None]
+        found = emulated_sequences("SoftmaxBackward", types[:4], config, query, key, value, lse, dout, out)
+        for result, gradient in zip(results, found[:3], strict=False):
+            result[part] = np.swapaxes(gradient[0], 0, 1)
+    return tuple(results)
+
+
 def names_of(arguments):
     """Arguments of the operation by the names that the functions below it use."""
     renamed = {"segment_ids": "query_segment_ids"}
     return {renamed.get(name, name): x for name, x in arguments.items()}
 
 
+OF_FA3 = [
+    ("all", "sinks", (2, B)),
+    ("window", "", (B,)),
+    ("packed, causal", "sinks", (2, B)),
+    ("packed and window", "", (B,)),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "extra", "lead", "lse_cotangent"), [(name, *AROUND[i % len(AROUND)]) for i, name in enumerate(MASKS)]
+    ("library", "name", "extra", "lead", "lse_cotangent"),
+    [
+        *((_cudnn_attention, name, *AROUND[i % len(AROUND)]) for i, name in enumerate(MASKS)),
+        *((_fa3_attention, *row, False) for row in OF_FA3),
+    ],
 )
-def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng):
+def test_what_surrounds_a_library(library, name, lse_cotangent, lead, extra, monkeypatch, rng):
     """Sinks, a gradient through the log-sum-exp, sequences without keys, and more than one batch dimension."""
     options, of_mask = MASKS[name]
-    options, keys = dict(options), keys_of(options)
+    fa3 = library is _fa3_attention
+    options, keys = dict(options), T if fa3 and "causal" in options else keys_of(options)
     extra = extra.replace("bias", "") if "segment_ids" in options else extra  # cuDNN takes one mask
     masks = Masks(*(options.pop(key, other) for key, other in (("causal", False), ("window", None))), H**-0.5)
     if (most := options.pop("max_segments_per_seq", None)) is not None:
@@ -617,8 +746,8 @@ def test_what_surrounds_cudnn(name, lse_cotangent, lead, extra, monkeypatch, rng
 
     @jax.jit
     def step(operands, dout, dlse):
-        out, lse = _cudnn_attention.forward(operands, masks)
-        return out, lse, _cudnn_attention.backward(operands, masks, out, lse, dout, dlse, wanted)
+        out, lse = library.forward(operands, masks)
+        return out, lse, library.backward(operands, masks, out, lse, dout, dlse, wanted)
 
     out, lse, gradients = step(operands, dout, dlse)
     mask = oracle.visible(B, T, keys, **of_mask)
