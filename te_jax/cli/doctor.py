@@ -286,10 +286,9 @@ def _of_product(scaling: Scaling, *, by_xla: bool = True) -> str:
 
 
 def _of_attention() -> str:
-    capability = native.compute_capability()
-    if capability != (9, 0):
-        return "cuDNN" if capability is not None else "reference"
-    return "FlashAttention 3, cuDNN" if _fa3_attention.missing() is None else "cuDNN; FlashAttention 3 with te_jax[fa3]"
+    if _fa3_attention.is_here():
+        return "FlashAttention 3, cuDNN"
+    return "reference" if native.compute_capability() is None else "cuDNN"
 
 
 def _has_fp8_by_xla(capability: str) -> bool:

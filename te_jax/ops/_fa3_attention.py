@@ -33,7 +33,6 @@ _HANDLERS = {
     for kind in ("", "varlen_")
     for direction in ("fwd", "bwd")
 }
-_SHORTEST = 512  # tokens of query
 # The backward pass has scratch for rows of query, and up to so many more behind each sequence.
 _ROWS_OF_BLOCK = 128
 
@@ -84,13 +83,9 @@ def problem(operands: Operands, masks: Masks, *, lse_cotangent: bool) -> str | N
     return None
 
 
-def is_faster(operands: Operands, masks: Masks) -> bool:
-    """Whether it is installed for this GPU, and faster than cuDNN for such operands by what was measured."""
-    del masks
-    if not native.has_gpu() or native.compute_capability() != (9, 0) or missing() is not None:
-        return False
-    t = operands["query"].shape[-3]
-    return not isinstance(t, int) or t >= _SHORTEST
+def is_here() -> bool:
+    """Whether it is installed for this GPU. It is faster than cuDNN then in all that it can, docs/lab/attention.md."""
+    return native.has_gpu() and native.compute_capability() == (9, 0) and missing() is None
 
 
 @functools.cache

@@ -79,9 +79,9 @@ def attention(
 ) -> Array | tuple[Array, Array]:
     r"""softmax(scale · query keyᵀ + bias) value, of each head; a query that sees no key gives 0.
 
-    On CUDA cuDNN computes it without ever holding the scores [B, N, T, S], and so does FlashAttention 3 where it is
-    installed and faster (te_jax[fa3], compute capability 9.0); on other platforms XLA computes it with them. The
-    platform is that for which the program is lowered, wherever it is traced. If neither can (float32, a
+    On CUDA cuDNN computes it without ever holding the scores [B, N, T, S], and FlashAttention 3, which is faster, where
+    it is installed (te_jax[fa3], compute capability 9.0); on other platforms XLA computes it with them. The platform is
+    that for which the program is lowered, wherever it is traced. If neither can (float32, a
     head_dim above 256, …: docs/attention.md), XLA takes its place as long as the scores of a device fit
     `max_score_bytes`; beyond that lowering raises. Gradients of both may differ in their last bits from run to run.
 
@@ -308,7 +308,7 @@ class Settings:
     def library(self, operands: Operands, *, backward: bool, lse_cotangent: bool) -> tuple[Library, str | None]:
         """Which library computes attention of these local arrays on CUDA, and why it cannot."""
         asked = self.implementation == "fa3"
-        if asked or (self.implementation != "native" and _fa3_attention.is_faster(operands, self.masks)):
+        if asked or (self.implementation != "native" and _fa3_attention.is_here()):
             problem = _fa3_attention.problem(operands, self.masks, lse_cotangent=lse_cotangent)
             if asked or problem is None:
                 return _fa3_attention, problem

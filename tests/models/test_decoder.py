@@ -350,7 +350,7 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"offload": "activations"}, "offload is 'activations': it needs to be a te_jax.offload.Offload, or None"),
         ({"dtype": "float16"}, "dtype is 'float16': choose one of float32, bfloat16"),
-        ({"attention": "flash"}, "attention is 'flash': choose 'native', 'reference' or None"),
+        ({"attention": "flash"}, "attention is 'flash': choose 'native', 'fa3', 'reference' or None"),
         ({"window": 0}, "window is 0: it needs whole numbers of at least 1, or None"),
         ({"window": (1, 2, 3)}, "window has 3 entries, and num_layers is 2"),
         ({"rope_scaling": 8.0}, "rope_scaling is 8.0: it needs to be a te_jax.models.RopeScaling"),
