@@ -113,7 +113,7 @@ def test_where_jax_does_not_track_what_varies(mapped, name, rng):
     """Every device gets the next state of the group."""
     x, w, state, dy = drawn(rng)
     _, expected = results_of(on_one_device, x, w, state, dy)
-    product = local(name, transport=TRANSPORTS[-1])
+    product, mesh = local(name, transport=TRANSPORTS[-1]), mesh_of({"tp": 2})
 
     def next_state(x, w, dy, state):
         return jax.grad(lambda state: jnp.sum(product(x, w, state) * dy))(state)
@@ -126,7 +126,7 @@ def test_where_jax_does_not_track_what_varies(mapped, name, rng):
         run = jax.jit(
             jax.shard_map(
                 lambda x, w, dy, state: jax.tree.map(lambda h: h[None], next_state(x[0], w[0], dy[0], state)),
-                mesh=mesh_of({"tp": 2}), in_specs=(P("tp"), P("tp"), P("tp"), P()), out_specs=P("tp"), check_vma=False,
+                mesh=mesh, in_specs=(P("tp"), P("tp"), P("tp"), P()), out_specs=P("tp"), check_vma=False,
             )
         )  # fmt: skip
     found = jax.tree.map(np.asarray, run(*operands, state))
