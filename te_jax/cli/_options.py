@@ -152,7 +152,8 @@ class Options:
     parameters: str = _option(
         "auto",
         "dtype of the parameters that the model reads; beside bfloat16 the optimizer keeps the other 16 bits of "
-        "float32 weights, and gradients and memory are smaller (auto is float32)",
+        "float32 weights, and gradients and memory are smaller; auto is bfloat16 where activations are on a GPU, and "
+        "float32 on CPUs and for adapters",
         choices=("auto", "float32", "bfloat16"),
     )
     remat: bool | str = _option(
@@ -299,6 +300,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action="store_true",
         help="go on from the last checkpoint in --out (the runs/train-… of the highest number)",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="compile a step, say what it needs of a device's memory, and end",
     )
     for field in dataclasses.fields(Options):
         # None stands for "not given": a resumed run takes what was not given from the run itself.

@@ -117,7 +117,7 @@ class Defaults(NamedTuple):
 
 def defaults_of(platform: str) -> Defaults:
     """All that depends on the platform alone."""
-    return Defaults("bfloat16", "float32", 1000) if platform == "gpu" else Defaults("float32", "float32", 100)
+    return Defaults("bfloat16", "bfloat16", 1000) if platform == "gpu" else Defaults("float32", "float32", 100)
 
 
 def take_devices(options: Options) -> list[Any]:

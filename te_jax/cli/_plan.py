@@ -51,6 +51,7 @@ class Model(NamedTuple):
     state_dtype: str  # of Adam's moments
     parameters: str = "float32"  # dtype of those that are trained
     by_optax: bool = False  # whether optax computes the loss
+    quantized_once: bool = True  # whether a step quantizes kernels once, where it can, and not each layer its own
 
 
 @dataclasses.dataclass(frozen=True)

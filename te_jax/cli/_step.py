@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -34,6 +35,24 @@ LossFunction = Callable[[Any, Any, jax.Array, jax.Array, jax.Array | None], Loss
 _NO_TARGET = -100  # `ignore_index` of `te_jax.ops.linear_cross_entropy`
 
 
+class StepMemory(NamedTuple):
+    """Bytes of each device's memory that a step needs, as XLA plans it."""
+
+    kept: int  # what is there before and after it, too: the state, and tokens
+    kernels: int  # of that copies of kernels in FP8
+    rest: int  # gradients, what blocks keep for them, and other temporaries
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.rest
+
+
+def bytes_on_a_device(arrays: Any) -> int:
+    """Those of a tree of arrays or their types that a device holds, without what is in host memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if leaf.sharding.memory_kind != "pinned_host"]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
 class Learner(NamedTuple):
     """The jitted functions of a run.
 
@@ -62,6 +81,14 @@ class Learner(NamedTuple):
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
         return jax.eval_shape(self.init, jax.random.key(0))
+
+    def memory(self, windows: Tokens) -> StepMemory:
+        """What a step needs, for `jax.ShapeDtypeStruct` of its windows. Its first call has it compiled then."""
+        state = self.abstract_state()
+        found = cast(Any, self.step).lower(state, windows).compile().memory_analysis()
+        kept = found.argument_size_in_bytes
+        rest = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        return StepMemory(kept, bytes_on_a_device(state.kernels), rest)
 
 
 def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
@@ -146,8 +173,8 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     """The functions of a run that trains a model.
 
     With a recipe that has no state, each step quantizes all kernels once, for all microbatches of the next one, and
-    adds their gradients in place. Where replicas share a batch, and devices of each a model, gradients are summed over
-    replicas in every microbatch, and devices quantize their parts themselves.
+    adds their gradients in place, unless the model says otherwise. Where replicas share a batch, and devices of each a
+    model, gradients are summed over replicas in every microbatch, and devices quantize their parts themselves.
 
     Microbatches of packed documents count by their targets. The head's gradients are then scaled before they are added,
     and not added in place.
@@ -164,7 +191,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     parallel, base = placement.parallel, dataclasses.replace(config, lora=None)
     sums_replicas = parallel is not None and placement.replicas > 1
     how = None
-    if not sums_replicas and not isinstance(config.recipe, DelayedScaling | None):
+    if model.quantized_once and not sums_replicas and not isinstance(config.recipe, DelayedScaling | None):
         how = requantize(base, parallel=parallel, implementation=plan.implementation)
 
     def kernels_of(params: Any) -> Any:

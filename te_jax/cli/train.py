@@ -53,6 +53,9 @@ _EVALUATION_WINDOWS = 64
 # devices which share a host's cores do not wait for each other in several steps at once.
 _STEPS_IN_FLIGHT = 2
 
+# Copies of kernels are dropped where that saves so much of a device's memory, and a step would fill more than this.
+_WORTH_ASKING, _FILLED = 0.05, 0.95
+
 
 def run(args: argparse.Namespace) -> int:
     """Trains, or continues to, until `--steps`.
@@ -80,6 +83,9 @@ def _run(args: argparse.Namespace) -> int:
     plan, data = _plan.decide(options, stored)
     learners = {model.loss_name: _step.build_learner(plan, model) for model in plan.models}
     _check_memory(plan, learners)
+    if args.memory:
+        _tell_memory(plan, _fitted(plan, learners, data[0]), data[0])
+        return 0
 
     folder = _open_folder(out, stored, _header(plan))
     try:
@@ -160,9 +166,9 @@ def _continue(folder: RunFolder) -> str:
 
 def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
     """Refuses a model whose state alone exceeds a device's memory. On a CPU the kernel would kill the process."""
-    leaves = jax.tree.leaves([learner.abstract_state() for learner in learners.values()])
-    on_device = [leaf for leaf in leaves if leaf.sharding.memory_kind != "pinned_host"]
-    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in on_device)
+    # Without copies of kernels, which are made only where they fit.
+    states = [learner.abstract_state()._replace(kernels=None) for learner in learners.values()]
+    needed = _step.bytes_on_a_device(states)
     present = _placement.memory_of(plan.placement.local_devices)
     if needed > present:
         held = "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
@@ -173,6 +179,49 @@ def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
         )
 
 
+def _fitted(plan: Plan, learners: dict[str, Learner], training: Tokens) -> dict[str, Learner]:
+    """The learners, of which the first one's layers quantize their kernels where copies of all would not fit.
+
+    Whether they fit is what XLA says of the compiled step. Few copies are not worth asking.
+    """
+    (name, learner), *_ = learners.items()
+    model, present = plan.models[0], _placement.memory_of(plan.placement.local_devices)
+    states = {name: _step.bytes_on_a_device(each.abstract_state()) for name, each in learners.items()}
+    kernels = _step.bytes_on_a_device(learner.abstract_state().kernels)
+    if kernels < _WORTH_ASKING * present:
+        return learners
+    needed = learner.memory(_window_types(training, plan)).total + sum(states.values()) - states[name]
+    if needed <= _FILLED * present:
+        return learners
+    note(
+        f"layers quantize their own kernels, since with copies of all of them in FP8, {kernels / 2**20:,.0f} MiB, a "
+        f"step needs {needed / 2**20:,.0f} MiB, and a device has {present / 2**20:,.0f} MiB"
+    )
+    return learners | {name: _step.build_learner(plan, model._replace(quantized_once=False))}
+
+
+def _tell_memory(plan: Plan, learners: dict[str, Learner], training: Tokens) -> None:
+    """Prints what a step needs, of each model that is trained. Raises UserError where they do not fit."""
+    present = _placement.memory_of(plan.placement.local_devices)
+    total, largest = 0, 0
+    for name, learner in learners.items():
+        state, memory = learner.abstract_state(), learner.memory(_window_types(training, plan))
+        total, largest = total + memory.kept, max(largest, memory.rest)
+        parts = {
+            "parameters": _step.bytes_on_a_device(state.params),
+            "optimizer": _step.bytes_on_a_device(state.optimizer),
+            "kernels in FP8": memory.kernels,
+            "frozen": _step.bytes_on_a_device(state.frozen),
+            "gradients, activations and temporaries": memory.rest,
+        }
+        listed = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in parts.items() if size)
+        print(f"{name}: a step needs {memory.total / 2**20:,.0f} MiB of each device: {listed}")
+    has = f"a device has {present / 2**20:,.0f} MiB"
+    if total + largest > present:
+        raise UserError(_short_of(plan, has))
+    print(has)
+
+
 @contextlib.contextmanager
 def _memory(plan: Plan) -> Iterator[None]:
     """Turns an error of exhausted memory into one that names the ways out."""
@@ -181,15 +230,20 @@ def _memory(plan: Plan) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        options = plan.options
-        others = [] if plan.config.remat else ["--remat"]
-        others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
-        others += [] if len(options.offloaded) == 2 else ["--offload activations,optimizer"]
-        raise UserError(
-            f"{options.model} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
-            f"({reason_of(error)}): choose a smaller --preset, --batch or --seq-len, or "
-            f"{', '.join([*others, 'a larger --microbatches or --tp'])}"
-        ) from error
+        raise UserError(_short_of(plan, reason_of(error))) from error
+
+
+def _short_of(plan: Plan, reason: str) -> str:
+    """That memory does not suffice, and the ways out."""
+    options = plan.options
+    others = [] if plan.config.remat else ["--remat"]
+    others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
+    others += [] if len(options.offloaded) == 2 else ["--offload activations,optimizer"]
+    return (
+        f"{options.model} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
+        f"({reason}): choose a smaller --preset, --batch or --seq-len, or "
+        f"{', '.join([*others, 'a larger --microbatches or --tp'])}"
+    )
 
 
 def _header(plan: Plan) -> dict[str, Any]:
@@ -254,6 +308,7 @@ def _train(
     steps cost: "" where it took none."""
     options = plan.options
     training, held_out = data
+    learners = _fitted(plan, learners, training)
     if folder.latest_step:
         restored = folder.restore({name: each.stored(each.abstract_state()) for name, each in learners.items()})
         states = {
@@ -355,6 +410,13 @@ def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:
         return jax.make_array_from_callback((*starts.shape, seq_len + 1), plan.placement.windows, of_device)
 
     return jax.tree.map(windows_of, data)
+
+
+def _window_types(data: Tokens, plan: Plan) -> Tokens:
+    """`jax.ShapeDtypeStruct` of the windows of a step."""
+    options = plan.options
+    shape = options.microbatches, options.batch // options.microbatches, options.seq_len + 1
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=plan.placement.windows), data)
 
 
 class _Records:

@@ -46,7 +46,14 @@ def convert_state(optimizer: optax.GradientTransformation, state: Any, params: A
       >>> te_jax.optim.convert_state(optimizer, state, params)[0].nu["w"].dtype
       dtype(bfloat16)
     """
-    return _convert(optimizer.init(params), state, params, "state")
+    like = optimizer.init(params)
+    return jax.tree.map(_beside, _convert(like, state, params, "state"), like)
+
+
+def _beside(leaf: Any, like: Any) -> Any:
+    """A leaf in the memory of another one: that of the host, if the optimizer is offloaded."""
+    space = jax.typeof(like).memory_space
+    return leaf if leaf is like or jax.typeof(leaf).memory_space == space else jax.device_put(leaf, space)
 
 
 def _convert(target: Any, source: Any, params: Any, where: str) -> Any:

@@ -14,6 +14,7 @@ from te_jax import native
 from te_jax._core import host
 from te_jax._core.terminal import aligned
 from te_jax.cli import doctor
+from te_jax.ops import _fa3_attention
 
 
 def report(**changes):
@@ -252,6 +253,12 @@ def test_implementations_are_those_of_the_table_in_the_docs(capability, report_g
     assert found == {
         (operations.replace("`", ""), recipe): cells[capability] for (operations, recipe), cells in documented().items()
     }
+
+
+def test_attention_where_flashattention_3_is_installed(report_gpus, monkeypatch):
+    report_gpus("9.0")
+    monkeypatch.setattr(_fa3_attention, "is_here", lambda: True)
+    assert doctor.Chosen("attention", "", "FlashAttention 3, cuDNN") in doctor.implementations()
 
 
 def test_implementations_on_a_cpu(native_kernels, monkeypatch):

@@ -42,7 +42,7 @@ OPTIONS = {
     "logits": ("", "--fp8-logits"),
     "state": tuple(f"--optimizer-state {name}" for name in _options.STATE_DTYPES),
     "remat": ("", "--remat", "--remat attention"),
-    "parameters": ("", "--parameters bfloat16"),
+    "parameters": ("", "--parameters float32"),  # auto is bfloat16 here
     "offload": ("", "--offload activations", "--offload optimizer", "--offload activations,optimizer"),
     "compare": ("", "--compare"),
     "statistics": ("", "--statistics 1"),
@@ -62,8 +62,6 @@ _XLA = ("--implementation xla",)
 
 REFUSED = [
     ({"remat": ("--remat attention",), "deterministic": ("--deterministic",)}, "leave the word attention out"),
-    ({"parameters": ("--parameters bfloat16",), "lora": ("--lora 4",)}, "whose adapters are float32"),
-    ({"parameters": ("--parameters bfloat16",), "dtype": ("--dtype float32",)}, "add --dtype bfloat16"),
     ({"model": ("--preset tiny", "--preset moe"), "lora": ("--lora 4",)}, "add --from DIR"),
     ({"mesh": TENSOR, "lora": ("--lora 4",)}, "choose --fsdp in the place of --tp"),
     ({"mesh": TENSOR, "recipe": ("--recipe mxfp8",)}, "choose current, rowwise or block, or --fsdp in the place"),

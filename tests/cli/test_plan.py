@@ -20,6 +20,7 @@ from te_jax.cli import _options, _placement, _plan, _report, _step
 from te_jax.cli._options import Options
 from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
+from te_jax.cli.main import main
 from te_jax.models import PRESETS
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
@@ -66,9 +67,10 @@ def test_what_is_left_open_is_decided(words, expected):
 
 @pytest.mark.parametrize(("platform", "dtype", "steps"), [("cpu", "float32", 100), ("gpu", "bfloat16", 1000)])
 def test_the_platform_decides_what_is_left_open(platform, dtype, steps):
-    assert defaults_of(platform) == (dtype, "float32", steps)
+    assert defaults_of(platform) == (dtype, dtype, steps)
     assert planned("").config.dtype == "bfloat16"  # as runs of these tests have it
     assert planned("--dtype float32").config.dtype == "float32"
+    assert [planned(words).models[0].parameters for words in ("", "--dtype float32")] == ["bfloat16", "float32"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_by_default_a_device_has_a_part_of_the_state():
 def test_what_is_offloaded_waits_in_host_memory():
     plan = plan_of(preset="tiny", offload="activations,optimizer")
     state = _step.build_learner(plan, *plan.models).abstract_state()
-    large = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer) if leaf.size >= 2**14]
+    large = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer) if leaf.size >= 2**15]
     assert set(large) == {"pinned_host"}
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)} == {"device"}
     assert plan.config.offload is not None
@@ -254,7 +256,7 @@ def test_a_run_that_goes_on_keeps_what_is_not_given(stored, words, expected):
 CHANGED = {
     **{"preset": "small", "steps": "150", "batch": "32", "seq_len": "8", "seed": "1", "learning_rate": "0.1"},
     **{"eval_every": "7", "recipe": "block", "head_recipe": "block", "implementation": "reference", "lora": "4"},
-    **{"dtype": "float32", "warmup_steps": "3", "clip_norm": "0.5", "optimizer_state": "fp8", "parameters": "bfloat16"},
+    **{"dtype": "float32", "warmup_steps": "3", "clip_norm": "0.5", "optimizer_state": "fp8", "parameters": "float32"},
     **dict.fromkeys(("compare", "pack", "fp8_logits"), ""),
 }
 FREE = {
@@ -314,6 +316,7 @@ def test_another_text_does_not_go_on(options, header, words):
 
 REFUSED = {
     "--steps 0": "--steps is 0",
+    "--parameters bfloat16 --dtype float32": "does not go with activations in float32: add --dtype bfloat16",
     "--batch -4": "--batch is -4",
     "--seq-len 0": "--seq-len is 0",
     "--seq-len 1000000000": "--seq-len 1000000000 needs at least",
@@ -394,6 +397,18 @@ def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(tmp_
     assert f"has 1.00 GiB: choose {ways_out}" in error
     shared = ["--tp", "2", "--devices", "2", "--optimizer-state", "fp8"]
     assert "--preset 8b needs 22.67 GiB on each device" in refused([*shared, *out], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_memory_of_a_step_is_told_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    argv = ["--preset", "nano", "--devices", "1", "--seq-len", "16", "--recipe", "block", "--memory"]
+    argv += ["--out", str(tmp_path / "run")]
+    assert main(["train", *argv]) == 0
+    parts = r"parameters \d+, optimizer \d+, kernels in FP8 \d+, gradients, activations and temporaries \d+"
+    told = capsys.readouterr().out
+    assert re.fullmatch(rf"loss: a step needs \d+ MiB of each device: {parts}\na device has [\d,]+ MiB\n", told)
+    monkeypatch.setattr(_placement, "memory_of", lambda devices: 2**20)
+    assert "is out of memory (a device has 1 MiB): choose a smaller --preset" in refused(argv, capsys)
     assert not (tmp_path / "run").exists()
 
 

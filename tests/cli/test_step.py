@@ -11,7 +11,8 @@ import pytest
 from runs import plan_of
 
 from te_jax import ops, optim
-from te_jax.cli import _step
+from te_jax.cli import _placement, _plan, _step, train
+from te_jax.cli._options import Options
 from te_jax.cli._run_folder import RunFolder
 from te_jax.cli._text import Tokens
 from te_jax.models import PRESETS
@@ -107,6 +108,36 @@ def test_parameters_in_bfloat16_are_rounded_from_the_same_weights(rng):
     steps, wanted = (jax.tree.leaves(jax.tree.map(np.subtract, of, before)) for of in (others, after))
     for step, expected in zip(steps, wanted, strict=True):
         assert relative_error(step, expected) < 0.03
+
+
+def test_layers_quantize_their_own_kernels_where_copies_would_not_fit(monkeypatch, capsys, rng):
+    """The state is without copies then, and losses are the same."""
+    plan, data = _plan.decide(
+        Options(preset="nano", devices=1, seq_len=16, batch=4, recipe="block", learning_rate=0.01)
+    )
+    learner, windows = _step.build_learner(plan, *plan.models), drawn(rng, 1, 4, 17)
+    state = learner.init(jax.random.key(0))
+    needed = learner.memory(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), windows))
+    assert needed.kept > sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert needed.kernels == sum(leaf.nbytes for leaf in jax.tree.leaves(state.kernels))
+    monkeypatch.setattr(train, "_WORTH_ASKING", 0)  # an embedding is most of a small model
+    fitted = {}
+    for present in (needed.total, int(needed.total / 0.94)):
+        monkeypatch.setattr(_placement, "memory_of", lambda devices, present=present: present)
+        fitted[present] = train._fitted(plan, {"loss": learner}, data[0])["loss"]
+    small, large = fitted.values()
+    assert large is learner
+    assert "layers quantize their own kernels" in capsys.readouterr().err
+    found = []
+    for learner in (small, large):
+        state = learner.init(jax.random.key(0))
+        losses = []
+        for _ in range(3):
+            state, loss = learner.step(state, windows)
+            losses.append(float(loss.objective))
+        found.append(losses)
+        assert bool(jax.tree.leaves(state.kernels)) is (learner is large)
+    np.testing.assert_allclose(*found, rtol=1e-3)
 
 
 # -------------------------------------------------------------------------------------------------------- microbatches

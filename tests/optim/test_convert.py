@@ -283,3 +283,17 @@ def test_parameters_in_other_containers(options, params):
     state = optimizer.init(collections.OrderedDict(params))
     with pytest.raises(ValueError, match=r"(mu|master) has .*OrderedDict.*: give params in the containers"):
         optim.convert_state(optimizer, state, params)
+
+
+@pytest.mark.parametrize("run", [optim.convert_state, convert], ids=["eager", "jit"])
+def test_an_offloaded_state_is_in_host_memory(run, rng):
+    """And that of an optimizer which is not, on the device."""
+    params = {"w": jnp.asarray(rng.standard_normal((8, 16)), jnp.bfloat16)}
+    plain = narrow("bfloat16", master_dtype=jnp.int16)
+    offloaded = optim.offload(plain, min_size=0)
+    state = plain.init(params)
+    there = run(offloaded, state, params)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there) if leaf.ndim} == {"pinned_host"}
+    assert_same(jax.device_get(there), state)
+    back = run(plain, there, params)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(back)} == {"device"}
