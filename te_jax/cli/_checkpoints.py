@@ -51,8 +51,9 @@ class Checkpoints:
         # Named processes meet in the job's key-value store, and not in a program on the devices that train.
         processes = set(range(_processes.count())) if _processes.count() > 1 else None
         options = ocp.options.MultiprocessingOptions(active_processes=processes)
+        # Compressed, weights in bfloat16 take a fifth less of a disk, and six times as long.
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.StandardCheckpointHandler(multiprocessing_options=options),
+            ocp.PyTreeCheckpointHandler(multiprocessing_options=options, use_compression=False),
             multiprocessing_options=options,
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
@@ -72,7 +73,7 @@ class Checkpoints:
                 if re.fullmatch(rf"({_STEP})\.tmp", path.name):
                     _remove(path)
         with self._cleaning_up(step):
-            self._orbax.save(self._path / f"{step}.tmp" / _STATE, args=ocp.args.StandardSave(state))
+            self._orbax.save(self._path / f"{step}.tmp" / _STATE, args=ocp.args.PyTreeSave(state))
 
     def finish(self, step: int) -> None:
         """Waits until all processes have written a checkpoint, names it, and removes those before the latest two."""
@@ -152,10 +153,7 @@ class Checkpoints:
         """
         path = self._path / str(step)
         _verify(path)
-        restorer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        placed = ocp.checkpoint_utils.construct_restore_args(like)
-        args = ocp.args.PyTreeRestore(item=like, restore_args=placed, partial_restore=True)
-        return restorer.restore(path / _STATE, args=args)
+        return self._orbax.restore(path / _STATE, args=_restored(like, partial_restore=True))
 
     def _read(self, path: Path, like: Any) -> Any:
         """A state, less the quantized kernels that older versions saved beside the parameters."""
@@ -166,7 +164,7 @@ class Checkpoints:
             for name, state in like.items()
             if getattr(state, "kernels", ()) is None and saved.get(name, {}).get("kernels") is not None
         }
-        restored = self._orbax.restore(path, args=ocp.args.StandardRestore(like | with_kernels))
+        restored = self._orbax.restore(path, args=_restored(like | with_kernels))
         return restored | {name: restored[name]._replace(kernels=None) for name in with_kernels}
 
     def set_aside(self, step: int) -> None:
@@ -177,6 +175,10 @@ class Checkpoints:
 
     def close(self) -> None:
         self._orbax.close()
+
+
+def _restored(like: Any, **options: Any) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), **options)
 
 
 def _on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -167,8 +167,7 @@ def _continue(folder: RunFolder) -> str:
 def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
     """Refuses a model whose state alone exceeds a device's memory. On a CPU the kernel would kill the process."""
     # Without copies of kernels, which are made only where they fit.
-    states = [learner.abstract_state()._replace(kernels=None) for learner in learners.values()]
-    needed = _step.bytes_on_a_device(states)
+    needed = sum(_bytes_of_state(learner) - _bytes_of_copies(plan, learner) for learner in learners.values())
     present = _placement.memory_of(plan.placement.local_devices)
     if needed > present:
         held = "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
@@ -179,23 +178,37 @@ def _check_memory(plan: Plan, learners: dict[str, Learner]) -> None:
         )
 
 
+def _bytes_of_state(learner: Learner) -> int:
+    return _step.bytes_on_a_device(learner.abstract_state())
+
+
+def _bytes_of_copies(plan: Plan, learner: Learner) -> int:
+    """Of a state those of kernels in FP8, which no checkpoint has."""
+    if plan.options.lora is not None:  # nor what is frozen
+        return 0
+    return _bytes_of_state(learner) - _step.bytes_on_a_device(learner.stored(learner.abstract_state()))
+
+
 def _fitted(plan: Plan, learners: dict[str, Learner], training: Tokens) -> dict[str, Learner]:
     """The learners, of which the first one's layers quantize their kernels where copies of all would not fit.
 
-    Whether they fit is what XLA says of the compiled step. Few copies are not worth asking.
+    Whether they fit is what XLA says of the compiled step, if its state and gradients do. Few copies are not worth
+    asking.
     """
     (name, learner), *_ = learners.items()
     model, present = plan.models[0], _placement.memory_of(plan.placement.local_devices)
-    states = {name: _step.bytes_on_a_device(each.abstract_state()) for name, each in learners.items()}
-    kernels = _step.bytes_on_a_device(learner.abstract_state().kernels)
+    kernels = _bytes_of_copies(plan, learner)
     if kernels < _WORTH_ASKING * present:
         return learners
-    needed = learner.memory(_window_types(training, plan)).total + sum(states.values()) - states[name]
+    states = sum(map(_bytes_of_state, learners.values()))
+    needed = states + _step.bytes_on_a_device(learner.abstract_state().params)  # no gradient is narrower
+    if needed <= _FILLED * present:
+        needed = states - _bytes_of_state(learner) + learner.memory(_window_types(training, plan)).total
     if needed <= _FILLED * present:
         return learners
     note(
         f"layers quantize their own kernels, since with copies of all of them in FP8, {kernels / 2**20:,.0f} MiB, a "
-        f"step needs {needed / 2**20:,.0f} MiB, and a device has {present / 2**20:,.0f} MiB"
+        f"step needs {needed / 2**20:,.0f} MiB or more, and a device has {present / 2**20:,.0f} MiB"
     )
     return learners | {name: _step.build_learner(plan, model._replace(quantized_once=False))}
 

@@ -212,4 +212,4 @@ def _attributes(operands: Operands, masks: Masks, packed: tuple[Array, ...]) -> 
 def _run(direction: str, results: list[_Type], *operands: Array, **attributes: Any) -> list[Array]:
     kind = "varlen_" * ("max_seqlen" in attributes)
     types = [sharding.result_type(shape, dtype, *operands) for shape, dtype in results]
-    return jax.ffi.ffi_call(f"te_jax_fa3_{kind}{direction}", types)(*operands, **attributes)
+    return [*jax.ffi.ffi_call(f"te_jax_fa3_{kind}{direction}", types)(*operands, **attributes)]
