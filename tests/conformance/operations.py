@@ -762,7 +762,6 @@ GROUPED = (
             policy=None,
         ),
         experts_mlp("block", BlockScaling(), variant=True),
-        with_kernels_transposed(experts_mlp("block", BlockScaling(), variant=True)),
     ]
 )
 
@@ -1445,7 +1444,6 @@ OPERATIONS = [
     with_x_quantized(
         dense("current", CURRENT, ("data parallel", "sequence parallel", *TENSOR, *FSDP), variant=True), CURRENT
     ),
-    with_x_quantized(dense("block", BlockScaling(), TENSOR, variant=True), BlockScaling()),
     dense_of_norm("block", BlockScaling(), variant=True),
     dense_of_norm("current", CURRENT, variant=True),
     gated_mlp("block", BlockScaling()),
@@ -1461,10 +1459,8 @@ OPERATIONS = [
     ),
     by_xla(dense("current", CURRENT, ("data parallel", *TENSOR), bias=True), agreement=2e-2),
     by_xla(dense_of_several("delayed", DelayedScaling(history_len=3), TENSOR)),
-    by_xla(gated_mlp("current", CURRENT, accumulator=True)),
     dense("none", None, (*TENSOR, *FSDP), bias=True, variant=True),
     dense("none, accumulator", None, ("row parallel", *FSDP), dtype="bfloat16", accumulator=True, variant=True),
-    dense_of_several("none", None, TENSOR, variant=True),
     all_gather_matmul("plain", None),
     all_gather_matmul("current", CURRENT, variant=True),
     all_gather_matmul_of_several("current", CURRENT, variant=True),
@@ -1495,11 +1491,6 @@ OPERATIONS = [
         with_accumulator(all_gather_matmul("current", CURRENT, variant=True)), CURRENT, {"cols": "model"}
     ),
     with_kernels_quantized(with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)), CURRENT, "model"),
-    collective_gated_mlp("current", CURRENT, variant=True),
     with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
-    dataclasses.replace(
-        with_accumulator(all_gather_matmul("plain", None, variant=True)),
-        name="all_gather_matmul, plain and accumulator",
-    ),
 ]
 assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS), "two rows have one name"

@@ -29,23 +29,23 @@ def model(recipe=None, states=None):
     return loss
 
 
-def params_of(rng, layers=3):
+def params_of(rng, layers=2):
     return {"layers": [{"up": normal(rng, 64, 64, scale=0.1)} for _ in range(layers)]}
 
 
 def test_a_layer_with_outliers_is_found(rng):
     """The recipe is that of the comparison: the model has none."""
-    params, fault = params_of(rng), int(rng.integers(3))
+    params, fault = params_of(rng), int(rng.integers(2))
     params["layers"][fault]["up"][3, 5] = 1e4
     x = normal(rng, 96, 64)
     found = compare(model(), params, x, recipe=CurrentScaling())
     # By y: a gradient that passed through the outlier may have outliers too, and harm a layer before.
-    worst, second, *_ = sorted(found.layers, key=lambda row: -row.y)
+    worst, second = sorted(found.layers, key=lambda row: -row.y)
     assert worst.layer == f"layers/{fault}/up"
     assert worst.y > 3 * second.y
     assert worst.tensor.startswith("kernel, ")
     assert worst.tensor.endswith("underflow")
-    assert found.forward == tuple(f"layers/{i}/up" for i in range(3))
+    assert found.forward == tuple(f"layers/{i}/up" for i in range(2))
     assert found.first_nonfinite is None
     # Each row has a scale of its own: the outlier harms one of 64.
     (of_rows,) = compare(model(), {"layers": [params["layers"][fault]]}, x, recipe=RowwiseScaling()).layers
@@ -54,16 +54,16 @@ def test_a_layer_with_outliers_is_found(rng):
 
 def test_a_stale_scale_is_found(rng):
     """The history of delayed scaling is far too small in one layer, as after a restart from another checkpoint."""
-    recipe, fault = DelayedScaling(history_len=2), int(rng.integers(3))
+    recipe, fault = DelayedScaling(history_len=2), int(rng.integers(2))
 
     def state(amax):
         history, of_gradients = (np.full(2, value, np.float32) for value in (amax, 1e-2))
         return type(recipe.init())(history, history, of_gradients, np.float32(1))
 
-    states = [state(0.05 if i == fault else 4.0) for i in range(3)]
+    states = [state(0.05 if i == fault else 4.0) for i in range(2)]
     found = compare(model(recipe), params_of(rng) | {"states": states}, normal(rng, 96, 64))
     assert found.layers[0].layer == f"layers/{fault}/up"
-    assert found.layers[0].y > 3 * max(row.y for row in found.layers[1:])
+    assert found.layers[0].y > 3 * found.layers[1].y
     assert found.layers[0].tensor.endswith("saturated")
 
 
@@ -88,7 +88,7 @@ def result_and_gradients(x, kernel, dy, recipe):
     return y, *vjp(dy)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e18])
+@pytest.mark.parametrize("scale", [1e-18, 1e18])
 def test_errors_are_those_of_numpy(scale, rng):
     x, kernel, dy = np.float32(scale) * normal(rng, 48, 64), normal(rng, 64, 32), normal(rng, 48, 32)
     recipe = CurrentScaling()
