@@ -304,7 +304,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def _as_float64(x: Any) -> Any:
-    return jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return np.asarray(x).astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _normal(rng: np.random.Generator, like: Any) -> jax.Array:

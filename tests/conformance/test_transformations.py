@@ -62,7 +62,7 @@ def test_reference(operation, rng):
     operation.assert_right(operation.alone("reference")(*case), *case)
 
 
-@in_turn(1)
+@in_turn(1, variants=False)
 def test_integers_of_any_dtype(operation, rng):
     """They count as the same integers in int32; what that cannot hold counts as its largest: nothing wraps."""
     operands, cotangents = operation.case(rng)
@@ -86,7 +86,7 @@ def test_integers_of_any_dtype(operation, rng):
             assert_close(leaf, wanted, equal_nan=True)
 
 
-@in_turn(1, variants=False)
+@in_turn(3, variants=False)
 def test_eager(operation, monkeypatch, rng):
     """And a second call runs what was compiled for the first."""
     case = operation.case(rng)
@@ -390,7 +390,7 @@ def test_derivatives_of_what_surrounds(operation, rng):
 # ------------------------------------------------------------------------------------------------------------ debugging
 
 
-@in_turn(0, variants=False)
+@in_turn(2, variants=False)
 def test_without_jit(operation, rng):
     """Under disable_jit, and with debug_nans, which stops at a NaN and nowhere else."""
     case = operation.case(rng)
