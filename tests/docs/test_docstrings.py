@@ -31,6 +31,7 @@ EXAMPLES = {name: function for name, function in FUNCTIONS.items() if ">>>" in (
 NEED_FILES = {"te_jax.models.config_from_hf", "te_jax.models.to_hf"}
 
 
+@pytest.mark.slow  # as examples of pages, they run each operation of JAX by itself, which are programs of their own
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in NEED_FILES])
 def test_examples(name, capsys):
