@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax_apis import normal
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax.flax import Dense, DenseGeneral, make_dot_general_cls
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from te_jax.recipe import BlockScaling, CurrentScaling
 from te_jax.testing import assert_close, relative_error
 
 
@@ -65,40 +65,6 @@ def test_dot_general_cls_is_one_object_for_each_recipe():
     assert make_dot_general_cls(CurrentScaling()) is make_dot_general_cls(CurrentScaling())
     assert make_dot_general_cls(CurrentScaling()) is make_dot_general_cls(recipe=CurrentScaling(), state_axis=None)
     assert make_dot_general_cls(CurrentScaling()) is not make_dot_general_cls(BlockScaling())
-
-
-def named(kernel=("embed", "mlp"), bias=("mlp",)):
-    """Initializers that name the axes of what they draw."""
-    inits = {"kernel_init": (nn.initializers.lecun_normal(), kernel), "bias_init": (nn.initializers.zeros, bias)}
-    return {name: nn.with_logical_partitioning(*init) for name, init in inits.items()}
-
-
-RULES = (("embed", None), ("mlp", "model"), ("heads", "model"), ("kv", None))
-
-
-def test_sharded_by_logical_axes(rng, make_mesh):
-    mesh = make_mesh({"data": AxisType.Auto, "model": AxisType.Auto})
-    module = Dense(512, **named(), recipe=DelayedScaling(history_len=4))
-    x = normal(rng, (64, 256))
-    boxed = jax.jit(module.init)(jax.random.key(int(rng.integers(2**31))), x)
-    variables = nn.unbox(boxed)
-
-    def loss(variables, x):
-        y = module.apply(variables, x)
-        return jnp.mean(jnp.square(y)), y
-
-    value_and_gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    expected = value_and_gradients(variables, x)
-    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, RULES)
-    assert shardings["params"]["kernel"].spec == P(None, "model")
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
-        sharded = jax.device_put(variables, shardings)
-        actual = value_and_gradients(sharded, jax.device_put(x, NamedSharding(mesh, P("data", None))))
-    (_, y), (gradients, dx) = actual
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
-    assert gradients["params"]["kernel"].sharding.is_equivalent_to(shardings["params"]["kernel"], 2)
-    assert dx.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
-    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=5e-3), actual, expected)
 
 
 def test_initializers_with_names_of_axes_under_an_explicit_mesh(rng, make_mesh):

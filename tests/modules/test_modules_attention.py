@@ -93,7 +93,6 @@ def test_attention_on_an_explicit_mesh(make_mesh):
 
 SHAPE = {"num_kv_heads": 2, "rope_theta": 100.0}
 VARIANTS = {
-    "layer norm": {"norm": Norm("layer", epsilon=1e-3)},
     "others": {"activation": "gelu", "window": 3, "norm": Norm("rms", 1e-2, True), "qk_norm": Norm("rms", 1e-2, True)},
 }
 

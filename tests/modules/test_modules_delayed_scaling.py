@@ -130,38 +130,6 @@ def test_accumulated_microbatches_keep_the_largest(rng, api):
 
 
 @both
-def test_a_layer_that_is_called_twice_in_one_gradient(rng, api):
-    """JAX adds up the two next states. Older entries stay what they were; the newest stays an upper bound."""
-    x = normal(rng, (16, 32))
-    model = api.drawn(api.chain(shared=api.layer("Linear", 32, 32, recipe=RECIPE, use_bias=False)), rng, x)
-
-    @api.jit
-    def gradient(model, x):
-        return api.value_and_grad(lambda model, x: mean_square(model, model(x) * 3.0))(model, x)[1]
-
-    first, peaks = float(jnp.abs(x).max()), []
-    for _ in range(HISTORY + 2):
-        model = api.overwrite(model, gradient(model, x))
-        states = api.states(model)
-        peaks.append(float(states["shared/activation_amax_history"][0]))
-        assert 2 * first < peaks[-1] < 20 * first
-        assert states["shared/uses"] == 2
-    # What the layer reads: the sums of the steps, not doubled again in each.
-    history = states["shared/activation_amax_history"]
-    np.testing.assert_allclose(history[1:] / 2, peaks[-2 : -HISTORY - 1 : -1], rtol=1e-6)
-    kernel = api.parameters(model)["shared"]["kernel"]
-    assert relative_error(model(model(x) * 3.0), x @ kernel * 3.0 @ kernel) < 0.12
-    if api is NNX:
-        return
-    for _ in range(HISTORY + 2):  # steps that overflow repeat the newest amaxes, which are sums already
-        model = api.overwrite(model, gradient(model, x.at[0, 0].set(jnp.nan)))
-    for name in ("activation_amax_history", "gradient_amax_history"):
-        newest, *older = api.states(model)[f"shared/{name}"]
-        np.testing.assert_allclose(newest, states[f"shared/{name}"][0], rtol=1e-6)
-        np.testing.assert_allclose(np.array(older) / 2, newest, rtol=1e-6)
-
-
-@both
 def test_a_layer_that_a_step_leaves_out(rng, api):
     """Its state stays in NNX; in Linen its histories begin anew, as its gradient, zeros, takes their place."""
     x = normal(rng, (16, 32))

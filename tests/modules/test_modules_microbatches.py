@@ -64,7 +64,6 @@ def test_gradients_are_those_of_kernels_quantized_in_each_microbatch(rng, api, l
 LAYERS = {
     "MoE": (("MoE", 32, 4, 48, Router(2)), {"shared_features": 64}, 6, (24, 32)),
     "GatedMLP": (("GatedMLP", 64, 96), {"norm": "rms", "recipe": RECIPES["delayed"]}, 3, (128, 64)),
-    "stacked Einsum": (("Einsum", "ebd,edf->ebf", (4, 32, 32), (4, 32)), {}, 1, (4, 6, 32)),
 }
 
 
@@ -77,7 +76,6 @@ def test_kernels_of_modules(rng, layer, api):
     (kind, *sizes), arguments, count, shape = layer
     x = normal(rng, shape)
     made = api.layer(kind, *sizes, **{"recipe": RECIPES["block"], **arguments})
-    made = api.stack(made, 2) if sizes[0] == "ebd,edf->ebf" else made
     model = observed(api, api.drawn(made, rng, x), x)
 
     @api.jit

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_apis import NNX, normal
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from te_jax.nnx import OverwriteWithGradient, QuantizedKernel, accumulate_gradients, quantize_kernels
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
@@ -26,19 +24,6 @@ def loss_fn(model, x):
 
 def zeros(model):
     return jax.tree.map(jnp.zeros_like, nnx.state(model, TRAINED))
-
-
-def parameters(state):
-    return nnx.to_pure_dict(nnx.state(state, nnx.Param))
-
-
-def test_debug_nans_without_jit(rng):
-    model = linear(CurrentScaling())
-    arguments = quantize_kernels(model), zeros(model), normal(rng, (16, 32))
-    with jax.disable_jit(), jax.debug_nans(True):
-        loss, _ = accumulate_gradients(loss_fn)(*arguments)
-    assert_close(loss, nnx.jit(accumulate_gradients(loss_fn))(*arguments)[0], tolerance=1e-4)
-    assert loss > 0
 
 
 def test_what_the_loss_changes_beside_its_gradients_is_kept(rng):
@@ -128,33 +113,3 @@ def test_gradients_that_do_not_fit_are_refused(rng):
     for name in ("kernel", "bias"):
         wrong = given | {(name,): given[(name,)].replace(jnp.zeros(16))}
         refuses(nnx.from_flat_state(wrong), rf"shape \(16,\) for {name}, which has shape")
-
-
-@pytest.mark.filterwarnings("ignore:a dimension of .* whose shards would cut blocks:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("sizes", "kernel_spec", "bias_spec", "x_spec"),
-    [
-        ((64, (4, 32)), P(None, None, "model"), P(None, "model"), P("data")),
-        (((4, 32), 64), P("model", None, "data"), P("data"), P(None, "model")),
-    ],
-    ids=["in heads", "of contracted heads"],
-)
-def test_heads_on_explicit_meshes(sizes, kernel_spec, bias_spec, x_spec, make_mesh, rng):
-    """Blocks of 128 do not divide heads, so that those are merged, however they are split over devices."""
-    mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
-    inner, outer = sizes
-    axis = (-2, -1) if isinstance(inner, tuple) else -1
-    model = NNX.drawn(NNX.layer("LinearGeneral", inner, outer, axis=axis, recipe=BlockScaling()), rng)
-    x = normal(rng, (16, *model.in_features))
-
-    def gradients_of(model, x):
-        return accumulate_gradients(loss_fn)(quantize_kernels(model), zeros(model), x)
-
-    loss, expected = nnx.jit(gradients_of)(model, x)
-    with jax.set_mesh(mesh):
-        for variable, spec in ((model.kernel, kernel_spec), (model.bias, bias_spec)):
-            variable.set_value(jax.device_put(variable[...], NamedSharding(mesh, spec)))
-        actual_loss, actual = nnx.jit(gradients_of)(model, jax.device_put(x, NamedSharding(mesh, x_spec)))
-    assert_close(actual_loss, loss, tolerance=1e-4)
-    jax.tree.map(lambda a, e: assert_close(a, e, tolerance=1e-3), parameters(actual), parameters(expected))
-    assert actual["kernel"][...].sharding.is_equivalent_to(NamedSharding(mesh, kernel_spec), model.kernel.ndim)
