@@ -118,12 +118,6 @@ def scan_layers_with_remat_around(run, groups, xs):
 
 
 @gradients
-def apply_layers_around(run, groups, xs):
-    x = apply_layers(lambda x, params: run(params, x), groups, xs[0], offload=Offload(min_size=0))
-    return jnp.sum(jnp.sin(x))
-
-
-@gradients
 def apply_layers_with_remat_around(run, groups, xs):
     return jnp.sum(jnp.sin(apply_layers(lambda x, params: run(params, x), groups, xs[0], remat=True)))
 
@@ -150,11 +144,6 @@ def vmap(run, groups, xs):
     return jax.vmap(lambda x: loss(run, groups[0], x))(xs).sum()
 
 
-@gradients
-def vmap_over_parameters(run, groups, xs):
-    return jax.vmap(lambda params: loss(run, params, xs[0]))(groups).sum()
-
-
 def vmap_of_a_backward_pass(run, groups, xs):
     value, backward = jax.vjp(lambda params, x: jnp.sin(run(params, x)), groups[0], xs[0])
     return jnp.sum(value), jax.vmap(backward)(xs)
@@ -163,8 +152,7 @@ def vmap_of_a_backward_pass(run, groups, xs):
 NESTS = [
     scan_over_microbatches, scan_over_parameters, map_of_recomputed_bodies, gradients_in_a_scan,
     gradients_in_a_while_loop, scan_layers_around, scan_layers_with_offload_around, scan_layers_with_remat_around,
-    apply_layers_around, apply_layers_with_remat_around, cond, switch_of_recomputed_branches, vmap,
-    vmap_over_parameters, vmap_of_a_backward_pass,
+    apply_layers_with_remat_around, cond, switch_of_recomputed_branches, vmap, vmap_of_a_backward_pass,
 ]  # fmt: skip
 BY_NAME = {nest.__name__: nest for nest in NESTS}
 OFFLOADS = {name: LOOPS[name] for name in ("native", "xla", "apply with offload")}
@@ -181,7 +169,7 @@ def drawn(rng):
 
 def refusal(nest, run):
     """What a nest is refused with; None where its gradients must be right."""
-    if run is LOOPS["native"] and nest in (vmap, vmap_over_parameters):
+    if run is LOOPS["native"] and nest is vmap:
         return NotImplementedError, "scan_layers with offload under jax.vmap: map inside of the layer"
     if jax.default_backend() == "gpu" and nest in LEAVING and run in OFFLOADS.values():
         return ValueError, "Take the gradient inside of the body"

@@ -143,11 +143,9 @@ MORE = {
     "dense, none": KINDS["dense"].by(None),
     "dense, rowwise": KINDS["dense"].by(RowwiseScaling()),
     "dense, block": KINDS["dense"].by(BlockScaling()),
-    "dense of transposed kernels, none": KINDS["dense of transposed kernels"].by(None),
     "grouped_dense, none": KINDS["grouped_dense"].by(None),
     "gated_mlp, block": KINDS["gated_mlp"].by(BlockScaling()),
     "all_gather_matmul, block": KINDS["all_gather_matmul"].by(BlockScaling()),
-    "matmul_reduce_scatter, block": KINDS["matmul_reduce_scatter"].by(BlockScaling()),
 }
 
 # Plain grouped GEMMs of a GPU are in bfloat16.

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from linear_layers import FALLS_BACK, KINDS, MORE, every_kind, every_layer, layers, without
+from linear_layers import FALLS_BACK, KINDS, MORE, every_kind, layers, without
 
 from te_jax import ops, parallel
 from te_jax.layers import Router, moe
@@ -29,7 +29,7 @@ def case(layer, rng):
     return layer.draw(rng)
 
 
-@every_layer
+@every_kind
 def test_an_accumulator_has_to_be_differentiated(layer, case):
     """It would swallow the gradient of the kernel."""
     x, kernels, before, _ = case
@@ -42,7 +42,7 @@ def test_an_accumulator_has_to_be_differentiated(layer, case):
     jax.eval_shape(jax.grad(loss), x, kernels)
 
 
-@every_layer
+@every_kind
 def test_second_derivatives(layer, case):
     """As those of a gradient penalty are."""
     x, kernels, before, _ = case
