@@ -23,7 +23,6 @@ from te_jax.models import (
     PRESETS,
     Experts,
     FolderError,
-    Lora,
     RopeScaling,
     TensorParallel,
     apply,
@@ -33,7 +32,6 @@ from te_jax.models import (
     huggingface,
     init,
     param_specs,
-    split_adapters,
     to_hf,
 )
 from te_jax.models.safetensors import Tensors, write
@@ -103,18 +101,6 @@ def test_generated_tokens_are_those_of_transformers(name):
     np.testing.assert_array_equal(found, wanted[:, time:])
 
 
-def test_adapters_are_made_beside_a_model():
-    config, params = from_hf(HF / "llama_tied", lora=Lora(2))
-    adapters, frozen = split_adapters(params)
-    assert_equal(frozen, load("llama_tied")[1])
-    drawn = jax.eval_shape(lambda: split_adapters(init(config, jax.random.key(0)))[0])
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), adapters) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), drawn
-    )
-    for path, leaf in jax.tree.leaves_with_path(adapters):  # the second ones begin as 0
-        assert np.any(leaf) != path[-1].key.endswith("_b"), path
-
-
 def test_no_file_of_a_folder_is_overwritten(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FolderError, match="already holds a model: choose another folder"):
@@ -143,7 +129,7 @@ def quantized(folder, rng):
 def test_experts_in_mxfp4_are_read(tmp_path, rng):
     folder, tensors = quantized(tmp_path, rng)
     config, params = from_hf(folder)
-    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    magnitudes, values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], jax.device_get(params["layers"][0])
     for name, found in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
         blocks, scales = (tensors[f"model.layers.0.mlp.experts.{name}_{part}"] for part in ("blocks", "scales"))
         for _ in range(50):
@@ -151,7 +137,7 @@ def test_experts_in_mxfp4_are_read(tmp_path, rng):
             high = int(rng.integers(0, 2))
             code = int(blocks[expert, column, group, byte]) >> 4 * high & 15
             value = magnitudes[code & 7] * (-1) ** (code >> 3) * 2.0 ** (int(scales[expert, column, group]) - 127)
-            param = params["layers"][0][found[column % len(found)]]
+            param = values[found[column % len(found)]]
             assert param[expert, 32 * group + 2 * byte + high, column // len(found)] == value
     to_hf(tmp_path / "again", config, params, like=folder)
     assert "quantization_config" not in fields_of(tmp_path / "again")
