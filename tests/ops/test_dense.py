@@ -16,15 +16,12 @@ from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScalingState, Row
 from te_jax.testing import assert_close, relative_error
 
 recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
-fp8_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 few_recipes = pytest.mark.parametrize(
     "recipe", [RECIPES["current"], RECIPES["block"], None], ids=["current", "block", "none"]
 )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kernel_contracting"), [("rowwise", "last"), ("block", "first"), ("delayed", "last")]
-)
+@pytest.mark.parametrize(("recipe", "kernel_contracting"), [("block", "first"), ("delayed", "last")])
 def test_the_reference(recipe, kernel_contracting, rng):
     """tests/conformance has it with current scaling, and all recipes with native kernels."""
     case = random_case(rng, (4, 64), (256,), (384,), kernel_contracting=kernel_contracting)
@@ -50,8 +47,6 @@ def test_dtypes(dtype, kernel_dtype, recipe, rng):
     [
         ((2, 3, 16), (4, 32), (2, 64), "last"),
         ((), (32,), (16,), "first"),
-        ((1,), (2, 2, 8), (2, 8), "last"),
-        ((3, 5), (64,), (48,), "first"),
         ((130,), (2, 128), (2, 3, 128), "first"),
     ],
     ids=str,
@@ -73,10 +68,6 @@ def test_empty_batch(recipe, rng):
     assert found.dx.shape == (2, 0, 3, 32)
     assert not np.any(wide(found.dkernel))
     assert not np.any(wide(found.dbias))
-
-
-def _cold(recipe):
-    return recipe.init() if hasattr(recipe, "init") else None
 
 
 @few_recipes
@@ -113,17 +104,6 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(recipe, rng):
     assert_close(dbias, wide(case.dy).sum(axis=0), dtype="float32", tolerance=1e-5)
 
 
-@fp8_recipes
-def test_fp8_is_used(recipe, rng):
-    """The errors are those of FP8: neither those of bfloat16 nor much larger."""
-    case = random_case(rng, (256,), (256,), (256,), with_bias=False)
-    found = errors(computed(case, recipe=recipe), oracle(case))
-    e5m2 = recipe.gradient_dtype == jnp.float8_e5m2
-    assert 0.03 < found["y"] < 0.045
-    for name in ("dx", "dkernel"):
-        assert (0.05 if e5m2 else 0.03) < found[name] < (0.07 if e5m2 else 0.045), found
-
-
 @pytest.mark.parametrize(
     ("power_of_two_scales", "gradient_dtype"),
     [(False, jnp.float8_e4m3fn), (True, jnp.float8_e4m3fn), (True, jnp.float8_e5m2)],
@@ -151,18 +131,6 @@ def test_fast_accumulation_is_that_of_the_product_that_is_named(product, native_
     assert (text.count("fast_accumulation = true"), text.count("fast_accumulation = ")) == (1, 2)
 
 
-@fp8_recipes
-def test_outliers_stay_in_their_block(recipe, rng):
-    """One token is a million times larger than the others, which with one scale for the tensor become subnormal."""
-    case = random_case(rng, (256,), (256,), (128,), with_bias=False)
-    x = np.array(case.x)
-    x[7] *= np.asarray(1e6, x.dtype)
-    y, _ = gradients_of(x, case.kernel, None, case.dy, _state_for(recipe, x), recipe=recipe)
-    others = np.arange(256) != 7
-    error = relative_error(wide(y)[others], (wide(x) @ wide(case.kernel))[others])
-    assert (error < 0.1) == (recipe in (RECIPES["rowwise"], RECIPES["block"]))
-
-
 def _state_for(recipe, x):
     if not hasattr(recipe, "init"):
         return None
@@ -183,15 +151,3 @@ def test_what_is_not_finite_is_visible(poison, recipe, rng):
     assert not np.isfinite(wide(dkernel)[5]).any()
     for others in (np.delete(wide(y), 3, axis=0), np.delete(wide(dkernel), 5, axis=0)):
         assert (np.isnan if isinstance(recipe, CurrentScaling) else np.isfinite)(others).all()
-
-
-@fp8_recipes
-def test_zeros(recipe, rng):
-    case = random_case(rng, (32,), (32,), (32,))
-    zeros = np.zeros_like(case.x)
-    state = _cold(recipe)
-    y, (dx, dkernel, dbias, _) = gradients_of(zeros, case.kernel, case.bias, case.dy, state, recipe=recipe)
-    assert_close(y, np.broadcast_to(case.bias, (32, 32)))
-    assert not np.any(wide(dkernel))
-    assert_close(dbias, wide(case.dy).sum(axis=0), dtype="bfloat16", tolerance=1e-2)
-    assert relative_error(dx, wide(case.dy) @ wide(case.kernel).T) < 0.1

@@ -6,18 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_oracle import GRADIENT, PLAIN, RECIPES, oracle, random_case, wide
+from dense_oracle import GRADIENT, RECIPES, oracle, random_case, wide
 from jax import lax
 from parameters import in_turns
 
 from te_jax import ops
-from te_jax.hlo import buffers
 from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.testing import assert_close
 
 CURRENT, BLOCK = RECIPES["current"], RECIPES["block"]
 FEW = {"current": CURRENT, "block": BLOCK, "none": None}
-SHAPE = (256, 512)
 
 
 def loss(x, kernel, accumulator, dy, recipe=CURRENT, **options):
@@ -61,40 +59,6 @@ def test_accumulator_of_a_kernel_whose_dimensions_quantization_merged(kernel_con
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize("recipe", [BLOCK, None], ids=["block", "none"])
-def test_accumulator_carried_over_microbatches(recipe, native_kernels, rng):
-    """A loop over microbatches, with a kernel that is quantized once: the accumulator stays in its place."""
-    case = random_case(rng, (3, 128), SHAPE[:1], SHAPE[1:], with_bias=False)
-
-    def step(accumulator, kernel, x, dy):
-        if recipe is not None:
-            kernel = ops.quantize(kernel, recipe.quantization("kernel"))
-
-        def microbatch(accumulator, inputs):
-            gradient = jax.grad(functools.partial(loss, recipe=recipe), argnums=(0, 2))
-            dx, accumulator = gradient(inputs[0], kernel, accumulator, inputs[1])
-            return accumulator, dx
-
-        return lax.scan(microbatch, accumulator, (x, dy))
-
-    accumulator = jnp.zeros(SHAPE)
-    lowered = jax.jit(step, donate_argnums=0).lower(accumulator, case.kernel, case.x, case.dy)
-    text = lowered.as_text()
-    assert recipe is None or "256x512xbf16" not in text[text.index("stablehlo.while") :]  # nothing quantizes it there
-    compiled = lowered.compile()
-    assert [b for b in buffers(compiled, "copy", "copy-start") if b.elements >= accumulator.size] == []
-    assert compiled.memory_analysis().alias_size_in_bytes == accumulator.nbytes
-    if recipe is not None:  # the product itself: there is no second buffer to add up
-        results = buffers(compiled, "custom-call", "fusion", "dot", "copy", "add")
-        assert len([b for b in results if (b.shape, b.dtype) == (SHAPE, "f32")]) == 1
-    pointer = accumulator.unsafe_buffer_pointer()
-    after, dx = compiled(accumulator, case.kernel, case.x, case.dy)
-    assert after.unsafe_buffer_pointer() == pointer
-    expected, tolerance = oracle(case), PLAIN["bfloat16"] if recipe is None else GRADIENT
-    assert_close(after, expected.dkernel, dtype="float32", tolerance=tolerance)
-    assert_close(dx, expected.dx, dtype="bfloat16", tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("recipe", "quantized"), [(BLOCK, True), (BLOCK, False), (None, False)])

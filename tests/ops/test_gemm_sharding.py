@@ -8,13 +8,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from gemm_oracle import assert_product, gelu, product, random_array, random_product, random_quantized, wide
+from gemm_oracle import assert_product, gelu, product, random_array, random_product, random_quantized
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
 from te_jax import ops
-from te_jax.hlo import buffers, collectives
+from te_jax.hlo import collectives
 from te_jax.quantized import QuantizedArray
 from te_jax.testing import assert_close
 
@@ -22,14 +22,6 @@ pytestmark = pytest.mark.usefixtures("native_kernels")
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 AXIS_TYPES = {"auto": AUTO, "explicit": EXPLICIT}
-
-# Mesh axes of m, n and k.
-SPLITS = {
-    "m and n": ("data", "model", None),
-    "k": (None, None, "model"),
-    "m and k": ("data", None, "model"),
-    "m, n and k": ("data", "model", "sequence"),
-}
 
 
 def spec_of(scaling, outer, summed):
@@ -58,12 +50,6 @@ def place_operands(lhs, rhs, mesh, m, n, k):
         "transposed_scale_inv": place(rhs.transposed_scale_inv, mesh, scales),
     }
     return lhs, dataclasses.replace(rhs.without_data(), **placed)
-
-
-def draw(rng, kind, m, n, k):
-    if kind == "plain":
-        return random_array(rng, (m, k), "bfloat16"), random_array(rng, (k, n), "bfloat16")
-    return random_product(rng, (m,), (n,), (k,), kind)
 
 
 def shards(mesh, axes):
@@ -156,36 +142,3 @@ def test_an_accumulator_that_lies_otherwise(dtype, other_dtype, axis_type, make_
 
 
 # -------------------------------------------------------------------------------------------------------- accumulation
-
-
-@pytest.mark.parametrize(
-    ("kind", "split", "accumulate", "axis_type"),
-    [
-        ("block", "m and n", True, AUTO),
-        ("block", "m and n", False, EXPLICIT),
-        ("block", "m and k", True, EXPLICIT),
-        ("plain", "k", False, AUTO),
-    ],
-)
-def test_accumulator(kind, split, accumulate, axis_type, make_mesh, rng):
-    """Added once, also where the contraction is split; in place where the product needs no exchange."""
-    mesh = make_mesh({"data": axis_type, "model": axis_type})
-    m, n, k = SPLITS[split]
-    lhs, rhs = draw(rng, kind, 64, 512, 128 * mesh.size)
-    accumulator = 5 * random_array(rng, (64, 512))
-    expected = product(lhs, rhs) + (wide(accumulator) if accumulate else 0)
-    lhs, rhs = place_operands(lhs, rhs, mesh, m, n, k)
-    accumulator = place(accumulator, mesh, P(m, n))
-    local = accumulator.addressable_shards[0].data.nbytes
-
-    def run(lhs, rhs, accumulator):
-        return ops.gemm(lhs, rhs, accumulator=accumulator, accumulate=accumulate, implementation="native")
-
-    # An overwritten one is not read where the sum over shards comes from XLA, and its buffer then stays free.
-    compiled = jax.jit(run, donate_argnums=2, keep_unused=True).lower(lhs, rhs, accumulator).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == local
-    if not k:
-        assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= local] == []
-    result = compiled(lhs, rhs, accumulator)
-    assert_product(result, expected, dtype="float32", kind=kind)
-    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(m, n)), 2)

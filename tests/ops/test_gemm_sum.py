@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from ops.gemm_oracle import E4M3, E5M2, product, random_product, random_quantized, tolerance_of
 from parameters import in_turns
 
@@ -99,40 +97,6 @@ def test_one_pass_where_sizes_allow_it(rng, change, calls, native_kernels):
 def test_pairs_of_several_types_are_several_products(rng, native_kernels):
     pairs = draw(rng, ((128,),)) + draw(rng, ((128,),), lhs_dtype=E5M2)
     assert_sum(sum_of(pairs), pairs)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(
-    ("split", "reductions"), [("rows", 0), ("columns", 0), ("sums", 1), ("one of the sums", 1)], ids=lambda x: str(x)
-)
-def test_two_devices(rng, split, reductions, axis_type, native_kernels, require_devices):
-    """Devices with parts of all sums add up one result; nothing is gathered."""
-    require_devices(2)
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(axis_type,), devices=jax.devices()[:2])
-    of_sums = P(None, "model"), P(None, "model")
-    specs = {
-        "rows": [(P("model"), P())] * 2,
-        "columns": [(P(), P("model"))] * 2,
-        "sums": [of_sums] * 2,
-        "one of the sums": [of_sums, (P(), P())],
-    }[split]
-    pairs = draw(rng, ((1024,), (256,)), (256,), (256,))
-
-    def put(pair, spec):
-        (lhs, rhs), (of_lhs, of_rhs) = jax.device_put(pair, P()), spec
-        return (
-            dataclasses.replace(lhs, data=jax.device_put(lhs.data, NamedSharding(mesh, of_lhs))),
-            dataclasses.replace(rhs, transposed=jax.device_put(rhs.transposed, NamedSharding(mesh, of_rhs))),
-        )
-
-    with jax.set_mesh(mesh):
-        pairs_there = [put(pair, spec) for pair, spec in zip(pairs, specs, strict=True)]
-        run = sum_of.lower(pairs_there).compile()
-        assert_sum(run(pairs_there), pairs)
-    text = run.as_text()
-    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == reductions
-    assert "all-gather" not in text
-    assert text.count('custom_call_target="te_gemm_sum"') == 1
 
 
 def test_gradient_of_gate_and_up_is_one_product(rng, native_kernels):

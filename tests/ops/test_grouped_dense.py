@@ -75,38 +75,6 @@ def test_values_and_gradients(rng, recipe, implementation, dtype, contracting):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize(("recipe", "implementation"), [(None, "native"), (RECIPES["block"], "native")])
-def test_kernel_in_a_dtype_of_its_own(rng, recipe, implementation):
-    """A float32 kernel of a bfloat16 x is quantized as it is, each expert as if alone, and has a float32 gradient."""
-    x, _, bias, dy = draw(rng, "bfloat16")
-    kernel, sizes = random_array(rng, (EXPERTS, IN, OUT)), SIZES["uneven"]
-    rounded = np.asarray(kernel).astype(jnp.bfloat16)
-    options = {"recipe": recipe, "implementation": implementation}
-    step = step_of(**options)
-    y, (dx, dkernel, dbias) = step(x, kernel, bias, dy, np.int32(sizes))
-    of_rounded, (_, dkernel_of_rounded, _) = step(x, rounded, bias, dy, np.int32(sizes))
-    assert [a.dtype for a in (y, dx, dkernel, dbias)] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16]
-    np.testing.assert_array_equal(
-        np.asarray(dkernel).astype(jnp.bfloat16), dkernel_of_rounded, "rounded once, at the end"
-    )
-    assert not np.array_equal(dkernel, wide(dkernel_of_rounded)), "the gradient has been rounded to bfloat16"
-    if recipe is None:
-        wanted, (_, wanted_dkernel, _) = expected(x, rounded, bias, dy, sizes)
-        assert_close(y, wanted, dtype="bfloat16")
-        assert_close(dkernel, wanted_dkernel, dtype="float32")
-        return
-    assert not np.array_equal(y, of_rounded), "the kernel was rounded to bfloat16 first"
-
-    @jax.jit
-    def of_quantized(kernel):
-        alone = [ops.quantize(k, recipe.quantization("kernel"), implementation=implementation) for k in kernel]
-        kernel8 = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
-        return ops.grouped_dense(x, kernel8, np.int32(sizes), bias, **options)
-
-    np.testing.assert_array_equal(y, of_quantized(kernel))
-    assert_close(y, expected(x, kernel, bias, dy, sizes)[0], dtype="bfloat16", tolerance=FORWARD)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_of_no_expert_are_never_read(rng, recipe):
     x, kernel, bias, dy = draw(rng)

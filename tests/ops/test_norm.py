@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 from activation_oracle import assert_quantized_from
 from compiled import results_and_gradients
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from norm_oracle import assert_rounded, oracle
 from parameters import in_turns
 from quantize_oracle import E5M2, assert_bits, quantization_of
 
 from te_jax import native, ops
-from te_jax.recipe import BlockScaling, CurrentScaling
-from te_jax.testing import assert_close
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPES = ((256, 384), (100, 48), (33, 17), (1, 130), (130, 1), (5, 1100), (3, 7, 40), (50,))
@@ -81,7 +77,6 @@ def check(norm, operands, dy, dtotal, implementation, **options):
 @pytest.mark.parametrize(
     ("norm", "residual", "implementation", "shape"),
     [(NORMS[i % 2], i % 4 < 2, "native", shape) for i, shape in enumerate(SHAPES)]
-    + [(NORMS[i % 2], i % 4 < 2, "native", shape) for i, shape in enumerate(SHAPES[2:7], start=1)]
     + [("rms_norm", True, "reference", (100, 48)), ("layer_norm", False, "reference", (50,))],
     ids=str,
 )
@@ -247,7 +242,7 @@ def check_quantized(norm, operands, quantization, implementation, copies="both",
     ("pair", "norm", "residual", "implementation", "copies"),
     [
         *in_turns(PAIRS, NORMS, [False, True, True], ["native"], ["both"]),
-        *in_turns(PAIRS[:4], NORMS[::-1], [True, False, True], ["native"], ["data", "transposed"]),
+        *in_turns(PAIRS[1:3], NORMS[::-1], [True, False], ["native"], ["data", "transposed"]),
         *in_turns(PAIRS[:4:2], NORMS, [True, False], ["reference"], ["both", "transposed"]),
     ],
 )
@@ -257,7 +252,7 @@ def test_quantized_results(pair, norm, residual, implementation, copies, rng):
     check_quantized(norm, operands, quantization_of(pair), implementation, copies, zero_centered=True)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_turns([(1, 130), (33, 17), (130, 1), (3, 128, 40), (5, 1100)], DTYPES))
+@pytest.mark.parametrize(("shape", "dtype"), in_turns([(33, 17), (3, 128, 40), (5, 1100)], DTYPES))
 def test_shapes_and_dtypes_in_fp8(shape, dtype, native_kernels, rng):
     """Only in the kernels: the reference calls `ops.quantize`, whose own tests have such shapes."""
     for pair, power_of_two in (("tensor", False), ("1x128", True)):
@@ -291,58 +286,7 @@ def test_values_that_are_not_finite_in_fp8(norm, pair, value, implementation, rn
     np.testing.assert_array_equal(finite, [pair == "1x128"] * 2 + [False] + [pair == "1x128"])
 
 
-@pytest.mark.parametrize(
-    ("recipe", "norm", "implementation"),
-    [(BlockScaling(), "layer_norm", "native"), (CurrentScaling(), "rms_norm", "reference")],
-    ids=["block", "current"],
-)
-@pytest.mark.usefixtures("native_kernels")
-def test_a_layer_takes_it_with_its_gradient(norm, recipe, implementation, rng):
-    """As a layer of the plain result, in values and in all gradients; tests/conformance has it without a residual."""
-    operands = draw_operands(rng, norm, (2, 128, 256), "float32", residual=True)
-    (kernel,) = draw(rng, (256, 128), "float32", scale=1 / 16)
-    dz, dtotal = draw(rng, (2, 128, 128), "float32")[0], draw(rng, operands[0].shape, "float32")[0]
-
-    def layer(quantization, operands, kernel):
-        y, total = run(norm, *operands, quantization=quantization, implementation=implementation)
-        return ops.dense(y, kernel, recipe=recipe, implementation=implementation), total
-
-    def step(quantization):
-        results, gradient = jax.vjp(functools.partial(layer, quantization), operands, kernel)
-        return results, gradient((dz, dtotal))
-
-    found, expected = jax.jit(lambda: (step(recipe.quantization("activation")), step(None)))()
-    jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-2), found, expected)
-
-
 # ------------------------------------------------------------------------------------------------------------ sharded
-
-
-def place(x, mesh, spec):
-    return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_features_that_are_split_are_gathered(axis_type, make_mesh, implementation, rng):
-    mesh = make_mesh({"data": axis_type, "model": axis_type})
-    operands = draw_operands(rng, "layer_norm", (64, 256), "float32", residual=True)
-    specs = P("data", "model"), P("model"), P(), P("model")
-    placed = [place(operand, mesh, spec) for operand, spec in zip(operands, specs, strict=True)]
-
-    @jax.jit
-    def step(*operands):
-        norm = functools.partial(run, "layer_norm", implementation=implementation)
-        results, gradient = jax.vjp(norm, *operands)
-        return (results, gradient(results)), norm(*operands, quantization=quantization_of("1x128"))[0]
-
-    (found, quantized), (expected, quantized_alone) = step(*placed), step(*operands)
-    jax.tree.map(lambda a, b: assert_close(a, b, tolerance=1e-5), found, expected)
-    for name in ("data", "transposed", "scale_inv", "transposed_scale_inv"):
-        ours, wanted = getattr(quantized, name), getattr(quantized_alone, name)
-        if implementation == "native":
-            assert_bits(ours, wanted)
-        else:
-            assert ours.shape == wanted.shape
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -189,23 +189,6 @@ def step(x, weights, experts):
     return jax.value_and_grad(lambda x, w: jnp.sum(layer(x, w, experts) ** 2), argnums=(0, 1))(x, weights)
 
 
-def test_shard_map(rng, require_devices):
-    """Each device sorts its own tokens; x that all devices share gets the sum of their gradients."""
-    require_devices(2)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    x, weights = numbers(rng, *TOKENS, FEATURES), numbers(rng, 2, *TOKENS, TOP_K)
-    experts = np.stack([draw(rng) for _ in range(2)])
-
-    def local(x, weights, experts):
-        return layer(x, weights[0], experts[0])[None]
-
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
-    found = jax.jit(jax.grad(lambda *a: jnp.sum(mapped(*a, experts) ** 2), argnums=(0, 1)))(x, weights)
-    each = [jax.jit(step)(x, np.asarray(weights)[i], experts[i])[1] for i in range(2)]
-    assert_close(found[0], sum(np.asarray(gradients[0]) for gradients in each), tolerance=1e-5)
-    assert_close(found[1], np.stack([gradients[1] for gradients in each]), tolerance=1e-5)
-
-
 def test_sharded_tokens(rng):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
     operands = numbers(rng, 4, 7, FEATURES), numbers(rng, 4, 7, TOP_K), draw(rng, (4, 7))

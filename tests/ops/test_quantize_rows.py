@@ -36,7 +36,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(
     ("shape", "pair", "copies", "x_dtype", "dtype", "use_native"),
     in_turns(
-        [*SHAPES] * 2 + ["short blocks"],
+        [*SHAPES, "short blocks"],
         ["1x128", "1x128 and square", "square and 1x128", "128x128"],
         ["both", "data", "transposed"],
         ["bfloat16", "float32", "float16"],

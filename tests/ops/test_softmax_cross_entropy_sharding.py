@@ -82,29 +82,3 @@ def test_labels_that_lie_otherwise(axis_type, specs, make_mesh, rng):
     sizes = [sum(array.elements for array in entry.results) for entry in collectives(compiled)]
     assert all(size <= 4 * SHAPE[0] * SHAPE[1] for size in sizes)
     assert not [b for b in buffers(compiled) if b.elements > int(np.prod(local))]
-
-
-@pytest.mark.parametrize(
-    ("spec", "axis_type", "donate"),
-    in_turns([P("data"), P(None, "model"), P("data", "model")], AXIS_TYPES, [True, False, True]),
-)
-def test_memory_of_shards(donate, axis_type, spec, make_mesh, rng):
-    """The gradient is written over donated shards; shards that are kept are not copied."""
-    mesh = make_mesh({"data": axis_type, "model": axis_type})
-    logits, labels = random_case(rng, (64, 2048), "bfloat16")
-    expected = oracle(logits, labels).gradient
-    logits, labels = place(logits, mesh, spec), place(labels, mesh, P(*spec[:1]))
-    size = logits.addressable_shards[0].data.nbytes
-    pointers = [shard.data.unsafe_buffer_pointer() for shard in logits.addressable_shards]
-
-    def gradient(logits, labels):
-        return jax.grad(ops.softmax_cross_entropy)(logits, labels, implementation="native")
-
-    compiled = jax.jit(gradient, donate_argnums=(0,) if donate else ()).lower(logits, labels).compile()
-    assert [b for b in buffers(compiled, "copy", "copy-start") if b.bytes >= size] == []
-    assert compiled.memory_analysis().alias_size_in_bytes == (size if donate else 0)
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
-    result = compiled(logits, labels)
-    assert_close(result, expected, dtype="bfloat16")
-    if donate:
-        assert [shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards] == pointers

@@ -326,21 +326,6 @@ def test_blocks_that_shards_would_cut_are_gathered(k, spec, axis_type, make_mesh
     assert_close(compiled(*placed), expected_block_product(*case), dtype="float32")
 
 
-@axis_types
-def test_a_short_last_block_is_gathered(axis_type, make_mesh, rng):
-    mesh = make_mesh({"x": axis_type, "y": axis_type})
-    case = block_case(rng, k=30)
-    placed = place(case[0], mesh, P("x", "y")), place(case[1], mesh, P(None, "x")), place(case[2], mesh, P(None, "y"))
-    compiled = jax.jit(product_of_blocks).lower(*placed).compile()
-    assert {entry.kind for entry in collectives(compiled)} == {"all-gather"}
-    result = compiled(*placed)
-    assert_close(result, expected_block_product(*case), dtype="float32")
-    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
-    transposed, scales = jax.jit(transposed_blocks)(placed[0])
-    assert_close(transposed, case[0].T)
-    assert_close(scales[-1], jnp.max(jnp.abs(case[0][:, 28:]), axis=1))
-
-
 @pytest.mark.parametrize("partly", [False, True], ids=["manual", "partly manual"])
 def test_blocks_in_shard_map(partly, make_mesh, rng):
     mesh = make_mesh({"x": AUTO, "y": AUTO})
