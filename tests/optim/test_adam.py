@@ -77,7 +77,7 @@ def test_float32_is_optax(ours, theirs, options, standard_promotion, rng):
     assert jnp.linalg.norm(actual["kernel"] - params["kernel"]) > 0.1
 
 
-@pytest.mark.parametrize(("dtype", "stochastic_rounding"), [(FLOAT8, True), (jnp.bfloat16, False)])
+@pytest.mark.parametrize(("dtype", "stochastic_rounding"), [(FLOAT8, True)])
 def test_float64_parameters_with_moments_in_few_bits(dtype, stochastic_rounding, standard_promotion, rng):
     with jax.enable_x64(True):
         params = random_params(rng, "float64")
@@ -278,7 +278,7 @@ ADAMS_BOUND = 0.1 / 0.001**0.5
 
 @pytest.mark.parametrize(
     ("mu_dtype", "nu_dtype"),
-    [("float32", FLOAT8), (jnp.float16, "float32"), (jnp.bfloat16, jnp.bfloat16), (FLOAT8, jnp.float16)],
+    [("float32", FLOAT8), (FLOAT8, jnp.float16)],
 )
 def test_finite_gradients_never_destroy_weights(mu_dtype, nu_dtype, rng):
     """One step has gradients whose squares float32 does not hold: `skip_nonfinite` must not skip it, because they are
@@ -312,7 +312,7 @@ def test_gradients_are_clipped_beyond_optax_range(standard_promotion, rng):
         assert_ulps((updates, state.mu, state.nu), (expected, expected_state.mu, expected_state.nu), count=8)
 
 
-@pytest.mark.parametrize(("mu_dtype", "nu_dtype"), [("float64", FLOAT8), (FLOAT8, "float64")])
+@pytest.mark.parametrize(("mu_dtype", "nu_dtype"), [("float64", FLOAT8)])
 def test_finite_float64_gradients_never_destroy_weights(mu_dtype, nu_dtype):
     with jax.enable_x64(True):
         gradients = jnp.full((4, 40), 0.1, "float64").at[1, :30].set(jnp.asarray([2e19, -1e60, 1e300] * 10))

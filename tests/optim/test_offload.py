@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from optim_cases import FLOAT8, assert_same, normal_like
 
 from te_jax import optim
@@ -77,31 +75,6 @@ def test_a_state_on_the_device_goes_to_the_host(rng):
     assert kinds(state, 512) == {"pinned_host"}
     _, expected = jax.jit(optimizer.update)(params, optimizer.init(params), params)
     assert_same(state, expected)
-
-
-@pytest.mark.parametrize("mode", ["explicit", "shard_map"])
-def test_several_devices(mode, rng, require_devices):
-    require_devices(4)
-    axis = AxisType.Explicit if mode == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((4,), ("data",), (axis,), devices=jax.devices()[:4])
-    rows = NamedSharding(mesh, P("data"))
-    optimizer = optim.adamw(1e-2, mu_dtype="bfloat16", nu_dtype="bfloat16", stochastic_rounding=False)
-    offloaded = optim.offload(optimizer, min_size=512)
-    params = {name: jax.device_put(rng.standard_normal((8, 256)).astype(np.float32), rows) for name in "abc"}
-    with jax.set_mesh(mesh):
-        if mode == "shard_map":
-            specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), jax.eval_shape(optimizer.init, params))
-            step = jax.shard_map(
-                offloaded.update, mesh=mesh, in_specs=(P("data"), specs, P("data")), out_specs=(P("data"), specs)
-            )
-            found, state = jax.jit(step)(params, jax.jit(optimizer.init)(params), params)
-        else:
-            found, state = jax.jit(offloaded.update)(params, offloaded.init(params), params)
-            assert kinds(state, 512) == {"pinned_host"}
-        expected, expected_state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
-    assert_same((found, state), (expected, expected_state))
-    for leaf, own in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-        assert leaf.sharding.is_equivalent_to(own.sharding.with_memory_kind(leaf.sharding.memory_kind), leaf.ndim)
 
 
 def test_an_order_that_pairs_arrays_of_one_size():

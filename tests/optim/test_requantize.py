@@ -76,9 +76,7 @@ def test_stacked_kernels_have_scales_of_their_own(recipe, implementation, rng):
             assert_same(jax.tree.map(lambda x: x[layer, expert], operand), expected)  # noqa: B023
 
 
-@pytest.mark.parametrize(
-    ("recipe", "axis", "features"), [(RECIPES["block"], (-2, -1), 64), (RECIPES["current"], -1, (4, 32))]
-)
+@pytest.mark.parametrize(("recipe", "axis", "features"), [(RECIPES["block"], (-2, -1), 64)])
 def test_operands_of_layers_over_several_dimensions_are_those_of_quantize_kernels(recipe, axis, features, rng):
     """Also where blocks do not divide the last dimension of rows or cols."""
     layer, x = DenseGeneral(features, axis=axis, recipe=recipe), normal_like(rng, jnp.zeros((8, 4, 32)))
@@ -134,28 +132,6 @@ def test_a_step_may_donate_parameters_and_kernels(container, rng):
         *state, operands = train(*state)
         assert_same(jax.tree.leaves(operands), expected)
         assert len(expected) == 1 + 4  # bias, and a kernel's two copies with their scales
-
-
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
-def test_dense_takes_the_operands(recipe, implementation, rng):
-    """A training step that quantizes its kernel once, in its end, for two microbatches of the next one."""
-    optimizer = optim.adamw(0.01, mu_dtype="bfloat16", master_dtype="int16")
-    kernel = normal_like(rng, jnp.zeros((128, 64), jnp.bfloat16))
-    how = Requantize(recipe, implementation=implementation)
-    x, g = normal_like(rng, jnp.zeros((2, 16, 128), jnp.bfloat16)), normal_like(rng, kernel)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train(kernel, state, g):
-        updates, state = optimizer.update(g, state, kernel)
-        return optim.apply_updates(kernel, updates, requantize=how), state
-
-    (new, operand), _ = train(jnp.copy(kernel), optimizer.init(kernel), g)
-    assert (np.asarray(new) != np.asarray(kernel)).mean() > 0.5
-    for microbatch in x:
-        actual, expected = (
-            ops.dense(microbatch, k, recipe=recipe, implementation=implementation) for k in (operand, new)
-        )
-        np.testing.assert_array_equal(actual, expected)
 
 
 def test_other_structures_than_that_of_the_parameters():
