@@ -33,7 +33,7 @@ def test_blocks_that_reach_over_shards_leave_the_gradient_of_x(rng):
     """With 64 rows a device, the gradients of kernels are refused, and that of x is as on one device."""
     x, kernels = random_case(rng)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(mapped(BlockScaling())(x, kernels)))))
-    expected = jax.grad(lambda x: jnp.sum(jnp.sin(ops.gated_mlp(x, kernels, recipe=BlockScaling()))))(x)
+    expected = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(ops.gated_mlp(x, kernels, recipe=BlockScaling())))))(x)
     assert_close(gradient(x), expected, tolerance=2e-2)
     with pytest.raises(ValueError, match=r"x has 64 rows for each device; the gradient of kernel\[0\] with block"):
         jax.eval_shape(jax.grad(lambda kernels: jnp.sum(mapped(BlockScaling())(x, kernels))), kernels)

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import ops, parallel
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
-from te_jax.testing import assert_close
 
 EXCHANGES = ("all_to_all", "all_gather")
 TOKENS, FEATURES = 12, 5
@@ -243,41 +242,6 @@ def test_fp8_on_the_wire(rng):
             np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
         np.testing.assert_array_equal(np.asarray(rows, np.float32), np.asarray(again, np.float32))
         assert np.isnan(np.asarray(rows, np.float32)).any()
-
-
-def test_under_scan_and_remat(rng):
-    """Two layers in a loop, of tokens [4, 3] on a mesh with another axis, over which gradients are summed."""
-    mesh = mesh_of(data=2, expert=2)
-    x = rng.standard_normal((16, 3, FEATURES)).astype(np.float32)
-    experts = rng.integers(0, 4, (2, 16, 3, 2)).astype(np.int32)
-    factors, weights = (rng.uniform(0.5, 1.5, shape).astype(np.float32) for shape in ((2, 4), (16, 3, 2)))
-
-    def layers(x, weights, factors, experts):
-        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("te_dispatched_rows"))
-        def layer(x, of_layer):
-            factors, experts = of_layer
-            plan = parallel.plan_dispatch(experts, 4, axis_name="expert", exchange="all_to_all")
-            rows, of_rows = parallel.dispatch(x, weights, plan)
-            factor = jnp.repeat(factors, plan.group_sizes, total_repeat_length=plan.num_rows) * of_rows
-            return jnp.sin(parallel.combine(rows * factor[:, None], plan)), None
-
-        return jax.lax.scan(layer, x, (factors, experts))[0]
-
-    def plain(x, weights, factors, experts):
-        for factor, chosen in zip(factors, experts, strict=True):
-            x = jnp.sin(x * jnp.sum(weights * factor[chosen], axis=-1, keepdims=True))
-        return x
-
-    tokens = P(("data", "expert"))
-    specs = (tokens, tokens, P(None, "expert"), P(None, ("data", "expert")))
-    mapped = jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=tokens)
-    found, wanted = (
-        jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), argnums=(0, 1, 2)))(
-            x, weights, factors, experts
-        )
-        for f in (mapped, plain)
-    )
-    jax.tree.map(functools.partial(assert_close, tolerance=1e-5), found, wanted)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
