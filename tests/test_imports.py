@@ -14,22 +14,8 @@ for name in names:
     assert vars(te_jax)[name] is sys.modules[f"te_jax.{name}"]
 assert not hasattr(te_jax, "optimizers")
 """
-WITHOUT_FLAX = """
-import sys
-sys.modules["flax"] = None
-import te_jax
-te_jax.nnx
-"""
-
-
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 def test_packages_are_loaded_at_first_use():
-    done = run(CODE)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_package_that_misses_flax_says_so():
-    assert "ImportError: te_jax.nnx needs Flax, which is not installed: pip install" in run(WITHOUT_FLAX).stderr

@@ -35,7 +35,7 @@ assert "flax" not in sys.modules
 sys.modules["flax"] = None
 for name in ("flax", "nnx"):
     try:
-        __import__(f"te_jax.{name}")
+        getattr(te_jax, name)
     except ImportError as error:
         print(error)
 """

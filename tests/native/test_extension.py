@@ -44,9 +44,10 @@ def run_python(code, **environment):
 
 
 def test_import_brings_nothing_but_te_jax_and_parts_of_jax_and_starts_no_backend(native_kernels):
-    """Which keeps it short. To ask for the status starts none either."""
-    found = run_python("""
-        import json, sys
+    """Which keeps it short. To ask for the status starts none either, and nothing depends on the locale: Python warns
+    of files that are read in its encoding, where it is asked to."""
+    code = """
+        import json, sys, warnings
         import jax, numpy, jax.numpy, jax.experimental.custom_partitioning
         from jax._src import xla_bridge
         before = set(sys.modules)
@@ -54,10 +55,11 @@ def test_import_brings_nothing_but_te_jax_and_parts_of_jax_and_starts_no_backend
         packages = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
         import te_jax.native, te_jax.testing
         loaded = [name for name in sys.modules if name.startswith("te_jax._te")]
+        warnings.simplefilter("error", EncodingWarning)
         states = [state.platform for state in te_jax.native.status() if state.loaded]
         print(json.dumps([packages, loaded, "cpu" in states, sorted(xla_bridge._backends)]))
-    """)
-    assert found == [["jax", "te_jax"], [], True, []]
+    """
+    assert run_python(code, PYTHONWARNDEFAULTENCODING="1") == [["jax", "te_jax"], [], True, []]
 
 
 # --------------------------------------------------------------------------------------------------------------- status
@@ -216,21 +218,6 @@ def test_first_use_from_many_threads():
         print(json.dumps(values))
     """)
     assert values == [pytest.approx(1.3862944)] * 8
-
-
-def test_nothing_depends_on_the_locale():
-    """Python warns of files that are read in its encoding, where it is asked to."""
-    problem = run_python(
-        """
-        import json, warnings
-        import te_jax.native
-        warnings.simplefilter("error", EncodingWarning)
-        (cpu,) = [state for state in te_jax.native.status() if state.platform == "cpu"]
-        print(json.dumps(cpu.problem))
-        """,
-        PYTHONWARNDEFAULTENCODING="1",
-    )
-    assert problem is None
 
 
 # ---------------------------------------------------------------------------------------------------- broken extensions
