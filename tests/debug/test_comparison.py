@@ -140,11 +140,6 @@ def test_errors_of_the_head_are_those_of_numpy(products, contracting, rng):
         assert getattr(row, name) == pytest.approx(wanted, rel=1e-3)
         assert 0.01 < wanted < 0.1
 
-    if in_fp8:  # Chunks of tokens are compared one by one, so dkernel has another mean error.
-        (chunks,) = compare(functools.partial(loss, chunk_tokens=16), params, x, argnums=(0, 1)).layers
-        for name in ("y", "dx", "dkernel"):
-            np.testing.assert_allclose(getattr(chunks, name), getattr(row, name), rtol=0.5)
-
 
 def test_layers_that_fp8_cannot_take_are_named_below_the_table(rng, tmp_path, monkeypatch):
     """Those with a bias and an activation are compared by their products."""
