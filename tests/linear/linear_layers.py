@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import ops, parallel
 from te_jax.ops.experts_mlp import experts_mlp
-from te_jax.recipe import BlockScaling, CurrentScaling, Recipe, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, Recipe
 
 TOKENS, IN, HIDDEN, EXPERTS = 256, 128, 256, 3
 SIZES = np.int32([128, 0, 100])
@@ -141,7 +141,6 @@ KINDS = {
 }  # fmt: skip
 MORE = {
     "dense, none": KINDS["dense"].by(None),
-    "dense, rowwise": KINDS["dense"].by(RowwiseScaling()),
     "dense, block": KINDS["dense"].by(BlockScaling()),
     "grouped_dense, none": KINDS["grouped_dense"].by(None),
     "gated_mlp, block": KINDS["gated_mlp"].by(BlockScaling()),

@@ -27,7 +27,8 @@ def results_by(layer, recipes, x, kernels, dys):
     return {name: step(recipe) for name, recipe in recipes.items()}
 
 
-@without("experts_mlp", "gated_mlp", "parallel.gated_mlp")  # they have one recipe, or are two layers with one for each
+# MLPs have one recipe, or are two layers with one for each.
+@without("experts_mlp", "gated_mlp", "parallel.gated_mlp", "dense of transposed kernels")
 def test_each_product_is_that_of_its_recipe(layer, rng):
     recipes = {
         "none": None, "block": BLOCK, "rowwise": ROWWISE,

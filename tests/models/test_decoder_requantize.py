@@ -82,14 +82,6 @@ def test_the_head_adds_its_gradient_in_place(tokens):
     assert [bool(sum_.search(program.as_text())) for program in programs] == [False, True]
 
 
-def test_a_head_that_is_used_twice_is_visible(tokens):
-    """As NaN. Eager calls raise, which tests of modules see."""
-    params = init(CONFIG)
-    loss = lambda params, tokens: sum(models.loss(params, each, each, CONFIG) for each in (tokens[:1], tokens[1:]))  # noqa: E731
-    gradient = jax.jit(layers.accumulate_gradients(loss, in_place=models.is_head))
-    assert np.isnan(gradient(params, params, tokens[0])[0])
-
-
 def test_where_gradients_can_be_added_in_place():
     kernel = {"kernel": jnp.ones((4, 3))}
     gradient = layers.accumulate_gradients(

