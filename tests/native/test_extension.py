@@ -179,6 +179,7 @@ def test_registration_is_idempotent_and_thread_safe(native_kernels):
     assert not failures
 
 
+@pytest.mark.slow  # seconds of that process; tests/conformance has all operations in this one
 def test_exported_programs_run_in_another_process(tmp_path, native_kernels, rng):
     pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     operands = [rng.standard_normal(shape).astype(np.float32) for shape in ((32, 64), (64, 32))]
