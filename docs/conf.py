@@ -22,7 +22,14 @@ version = release = re.findall(r'__version__ = "(.*)"', (ROOT / "te_jax" / "_ver
 extensions = ["myst_nb", "sphinx_copybutton"]
 extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "autosummary", "napoleon", "viewcode")]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "notebooks/*.ipynb", "benchmarks/results/*/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns = [
+    "docs/**",
+    "notebooks/*.ipynb",
+    "benchmarks/results/*/*.md",
+    "benchmarks/lab/*.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
 exclude_patterns = ["**/.ipynb_checkpoints"]
 
 # furo: pages are plain HTML that reads well on a phone and in the dark, with two tables of contents and no framework.

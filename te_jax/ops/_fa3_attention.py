@@ -84,7 +84,7 @@ def problem(operands: Operands, masks: Masks, *, lse_cotangent: bool) -> str | N
 
 
 def is_here() -> bool:
-    """Whether it is installed for this GPU. It is faster than cuDNN then in all that it can, docs/lab/attention.md."""
+    """Whether it is installed for this GPU. It is faster than cuDNN then (benchmarks/lab/attention.md)."""
     return native.has_gpu() and native.compute_capability() == (9, 0) and missing() is None
 
 
