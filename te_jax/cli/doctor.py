@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from te_jax import native
 from te_jax._core import host
 from te_jax._core.terminal import aligned, key_values, reason_of
-from te_jax.ops import _fa3_attention
-from te_jax.ops.implementations import XLA_CAPABILITY, fp8_implementation, unsupported
+from te_jax.ops.implementations import XLA_CAPABILITY, attention_implementation, fp8_implementation, unsupported
 from te_jax.recipe import Scaling
 
 DESCRIPTION = """\
@@ -272,7 +271,7 @@ def implementations() -> tuple[Chosen, ...]:
         Chosen(_GROUPED_PRODUCTS, "current, delayed, rowwise, block", _of_product("block_1x128", by_xla=False)),
         Chosen(_GROUPED_PRODUCTS, "mxfp8", _of_product("block_1x32", by_xla=False)),
         Chosen(_OTHERS, "", others),
-        Chosen("attention", "", _of_attention()),
+        Chosen("attention", "", attention_implementation()),
     )
 
 
@@ -283,12 +282,6 @@ def _of_product(scaling: Scaling, *, by_xla: bool = True) -> str:
             return fp8_implementation(None, scaling, unsupported(scaling), by_xla=by_xla)
         except native.NativeUnavailableError:
             return "refused"
-
-
-def _of_attention() -> str:
-    if _fa3_attention.is_here():
-        return "FlashAttention 3, cuDNN"
-    return "reference" if native.compute_capability() is None else "cuDNN"
 
 
 def _has_fp8_by_xla(capability: str) -> bool:

@@ -4,7 +4,6 @@ An operation uses `use_native` to decide, and `call` to run a target on local ar
 """
 
 from te_jax.native.call import call, call_once
-from te_jax.native.cuda_libraries import load as load_cuda_libraries
 from te_jax.native.cuda_libraries import versions as cuda_library_versions
 from te_jax.native.extension import (
     ExtensionStatus,
@@ -39,7 +38,6 @@ __all__ = [
     "extension_module",
     "gpu_mixture",
     "has_gpu",
-    "load_cuda_libraries",
     "peer_access",
     "register",
     "runtime_ffi_api",

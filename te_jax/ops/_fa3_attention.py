@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 
 from te_jax import native, sharding
+from te_jax.native import cuda_libraries
 from te_jax.ops._fused_attention import Masks, Operands, Segments, gradient_of_sinks, with_sinks
 
 _Type = tuple[tuple[int, ...], Any]
@@ -111,7 +112,7 @@ def _register() -> None:
     """Makes the library's handlers known to JAX. Raises OSError or AttributeError where there are none."""
     spec = importlib.util.find_spec("dew_flash_attn")
     folders = spec.submodule_search_locations or () if spec else ()
-    native.load_cuda_libraries()
+    cuda_libraries.load()
     library = ctypes.CDLL(str(next((Path(folder) / "libdew_flash_attn3.so" for folder in folders), "its library")))
     handlers = {target: jax.ffi.pycapsule(getattr(library, name)) for target, name in _HANDLERS.items()}
     for target, handler in handlers.items():

@@ -7,9 +7,10 @@ operation raises there rather than take the reference unasked.
 from __future__ import annotations
 
 from te_jax import native
+from te_jax.ops import _fa3_attention
 from te_jax.recipe import Scaling
 
-__all__ = ["XLA_CAPABILITY", "fp8_implementation", "operands_implementation", "unsupported"]
+__all__ = ["XLA_CAPABILITY", "attention_implementation", "fp8_implementation", "operands_implementation", "unsupported"]
 
 XLA_CAPABILITY: dict[Scaling, tuple[int, int]] = {"tensor": (8, 9), "block_1x32": (10, 0)}
 """By scaling, CUDA compute capability of the first GPUs for which XLA compiles FP8 products."""
@@ -106,3 +107,10 @@ def _xla_problem(scaling: Scaling, capability: tuple[int, int] | None) -> str | 
     if capability is not None and capability < needed:
         return f"XLA multiplies FP8 with {scaling!r} scaling on GPUs from compute capability {needed[0]}.{needed[1]} on"
     return None
+
+
+def attention_implementation() -> str:
+    """The libraries that attention takes, in order, or the reference."""
+    if _fa3_attention.is_here():
+        return "FlashAttention 3, cuDNN"
+    return "reference" if native.compute_capability() is None else "cuDNN"
