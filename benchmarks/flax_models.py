@@ -44,7 +44,7 @@ from benchmarks.harness import CaseResult, Family, Headline, Timing, problem, re
 from te_jax import ops, optim
 from te_jax.layers import apply_layers
 from te_jax.parallel import FSDP
-from te_jax.recipe import BlockScaling
+from te_jax.recipe import BlockScaling, Product
 
 _CHANGES = ("convert", "adam", "loss", "logits", "params", "attention")
 _OF = {"nnx": (*_CHANGES, "blocks"), "linen": (*_CHANGES[:3], "blocks")}
@@ -65,7 +65,7 @@ def _rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _attended(query: jax.Array, key: jax.Array, value: jax.Array, by_te_jax: bool = False) -> jax.Array:
+def _attended(query: jax.Array, key: jax.Array, value: jax.Array, *, by_te_jax: bool = False) -> jax.Array:
     if by_te_jax:
         return ops.attention(_rotated(query), _rotated(key), value, causal=True)
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -87,7 +87,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         heads = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (self.query(x), self.key(x), self.value(x)))
-        return self.out(_attended(*heads, self.by_te_jax).reshape(*x.shape[:2], -1))
+        return self.out(_attended(*heads, by_te_jax=self.by_te_jax).reshape(*x.shape[:2], -1))
 
 
 class MLP(nnx.Module):
@@ -253,8 +253,8 @@ def _loss_of_logits(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _loss_of_hidden(name: str, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
-    products = {"fp8_products": ("forward", "dgrad", "wgrad")} if _has(name, "logits") else {}
-    return ops.linear_cross_entropy(hidden, head, targets, recipe=BlockScaling(), **products)
+    products: tuple[Product, ...] = ("forward", "dgrad", "wgrad") if _has(name, "logits") else ("dgrad", "wgrad")
+    return ops.linear_cross_entropy(hidden, head, targets, recipe=BlockScaling(), fp8_products=products)
 
 
 # Steps
