@@ -35,6 +35,7 @@ from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_scaling
 from te_jax.models.mixture import Balance
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.models.tensor_parallel import Projections
+from te_jax.ops.linear.kernels import Requantize
 from te_jax.parallel import FSDP, ring_attention
 from te_jax.parallel.ring_attention import positions_here
 from te_jax.recipe import DelayedScaling, DelayedScalingState
@@ -173,8 +174,6 @@ def requantize(
       ValueError: `config` has no recipe, or one for each product.
     """
     DecoderConfig.check(config)
-    from te_jax.optim import Requantize  # which needs optax
-
     recipe = config.recipe
     if recipe is None or kernel_scaling(config) is None:
         raise ValueError(

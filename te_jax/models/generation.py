@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection
 from typing import Any
@@ -16,9 +17,11 @@ from te_jax import ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.layers.attention import Cache, Heads, attend_cached, rotary_tables
 from te_jax.models import tensor_parallel
-from te_jax.models.config import DecoderConfig
-from te_jax.models.decoder import Implementation, check_tokens, final_norm, head_of, run_block
+from te_jax.models.config import DecoderConfig, kernel_scaling
+from te_jax.models.decoder import Implementation, check_tokens, final_norm, head_of, requantize, run_block
 from te_jax.models.tensor_parallel import Projections
+from te_jax.ops.linear.kernels import Requantize, quantize_kernel
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling
 
 __all__ = ["generate"]
@@ -42,8 +45,12 @@ def generate(
     in a cache [batch, time + max_new_tokens, kv_heads, head_dim] of each block. Parameters in bfloat16 are read in half
     the time of float32 ones. They may be split over devices by `jax.sharding`, which XLA then divides the work over.
 
+    With a recipe kernels are quantized once, before the prompt, and each token reads a byte for each of their values.
+    With `CurrentScaling` a text depends on the others of its batch, which share its scales.
+
     Args:
-      params: of the decoder; no kernel is quantized beforehand.
+      params: of the decoder. Kernels may be quantized, as `te_jax.optim.merge_kernels` puts them into those of a train
+        state: nothing is quantized again.
       tokens: integer [batch, time], each in [0, vocab_size): prompts of one length.
       config: the shape. With experts, a `router.capacity` counts the tokens of each step.
       max_new_tokens: how many follow, at most.
@@ -141,6 +148,7 @@ def _generate(
     stop: tuple[int, ...],
     implementation: Implementation | None,
 ) -> Array:
+    params = _quantized_once(params, config, implementation)
     batch, time = prompt.shape
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
     caches = [Cache.empty(batch, time + count, heads, config.dtype) for _ in range(config.num_layers)]
@@ -169,6 +177,25 @@ def _generate(
     found = jnp.broadcast_to(token[:, None], (batch, count))
     found, done, token, *_ = lax.while_loop(unfinished, step, (found, jnp.int32(1), token, caches, ends(token)))
     return jnp.where(jnp.arange(count) < done, found, token[:, None])
+
+
+def _quantized_once(
+    params: dict[str, Any], config: DecoderConfig, implementation: Implementation | None
+) -> dict[str, Any]:
+    """Parameters whose kernels are in FP8, once for all tokens, as far as one recipe says how."""
+    if kernel_scaling(config) is None:
+        return params
+
+    def once(how: Requantize | None, kernel: Any) -> Any:
+        if how is None or isinstance(kernel, QuantizedArray):
+            return kernel
+        dimensions = {"row_ndim": how.row_ndim, "stacked_ndim": how.stacked_ndim}
+        both = quantize_kernel(kernel, how.recipe, **dimensions, implementation=how.implementation)
+        # No gradient asks for the other copy. Behind the barrier no loop can quantize once more.
+        return lax.optimization_barrier(dataclasses.replace(both, data=None, scale_inv=None))
+
+    how = requantize(config, implementation=implementation)
+    return jax.tree.map(once, how, params, is_leaf=lambda x: x is None)
 
 
 def _drawn(logits: Array, temperature: Array, top_p: Array, key: Array) -> Array:

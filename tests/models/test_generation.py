@@ -1,13 +1,17 @@
 """`te_jax.models.generate`: what is drawn, where texts end, and caches against whole sequences."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.models import PRESETS, apply, generate, init
+from te_jax.layers import Router
+from te_jax.models import PRESETS, Experts, apply, generate, init
+from te_jax.models.config import ATTENTION, MLP
 from te_jax.models.generation import _drawn
 from te_jax.recipe import BlockScaling, DelayedScaling
 
@@ -144,3 +148,27 @@ def test_what_cannot_be_generated_is_refused(options, sentence, params):
     given = {"tokens": np.array([[1, 2]]), "config": CONFIG, "max_new_tokens": 1, **options}
     with pytest.raises(ValueError, match=sentence):
         generate(params, **given)
+
+
+def quantized_shapes(jaxpr, in_loop=False):
+    """Shapes of what is quantized in loops."""
+    for equation in jaxpr.eqns:
+        inside = in_loop or equation.primitive.name == "while"
+        if inside and "quantize" in equation.params.get("target_name", ""):
+            yield equation.invars[0].aval.shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from quantized_shapes(inner, inside)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_kernels_are_quantized_once_for_all_tokens(experts, native_kernels):
+    """On a GPU a loop would quantize each one again for every token. Those that come quantized stay as they are."""
+    mixture = Experts(num_experts=4, router=Router(top_k=2)) if experts else None
+    config = dataclasses.replace(CONFIG, recipe=BlockScaling(), experts=mixture)
+    params = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+    run = functools.partial(generate, tokens=np.ones((1, 5), np.int32), config=config, max_new_tokens=3)
+    found = set(quantized_shapes(jax.make_jaxpr(run)(params).jaxpr))
+    kernels = {params["layers"][0][name].shape for name in (*ATTENTION, *MLP)}
+    assert found
+    assert not found & kernels
+    assert {shape[0] for shape in found if len(shape) == 2} <= {1, 2, 128}  # tokens, or groups of them

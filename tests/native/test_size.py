@@ -1,4 +1,4 @@
-"""The file of the CUDA extension, where it is built: its size, and that it tells nothing of the machine that built it."""
+"""The file of the CUDA extension, where it is built: small, and silent about the machine that built it."""
 
 import pathlib
 import re
