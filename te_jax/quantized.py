@@ -1,4 +1,4 @@
-"""FP8 data with its scales, as one pytree that stands for an array."""
+"""FP8 data with its scales, as one pytree that stands for an array, and the facts of each scaling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from te_jax._core.derivatives import without_gradient
 from te_jax._core.types import BLOCK, E8M0, MX_BLOCK
-from te_jax.recipe import Scaling
+from te_jax.recipe import Recipe, Scaling
 from te_jax.sharding import INLINE, blocks
 
 __all__ = ["QuantizedArray", "scale_shape"]
@@ -29,6 +29,111 @@ _NO_GRADIENT = (
 )
 _DATA = ("data", "scale_inv", "transposed", "transposed_scale_inv", "straight_through")
 _META = ("row_ndim", "col_ndim", "scaling", "transposed_scaling", "dtype")
+_FLOAT32 = np.dtype(np.float32)
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+OWN_KERNELS = (9, 0)
+"""CUDA compute capability of the package's own kernels of products, which no other has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """How a copy [*outer, *summed] is scaled, and products whose lhs it is. Hashable.
+
+    Attributes:
+      name: None for a plain array.
+      product: the scaling of both operands of a product, as native calls know it.
+      rhs_name: the scaling of rhs where lhs has this one; None for plain arrays, and where lhs cannot have it.
+      outer_block, summed_block: how many values of the last outer and of the last summed dimension share a scale; None
+        where all outer, or all summed, values do.
+      summed_first: whether scales lie [*summed, *outer].
+      dtype: of the scales.
+      native: CUDA compute capability that native products need; None where no native kernel quantizes or multiplies.
+      xla: compute capability of the first GPUs for which XLA compiles a product; None where it has none.
+      native_blocks: whether native kernels quantize in blocks, and the package's own kernel multiplies, several
+        products in one pass; cuBLASLt never does.
+      row_multiple: native products need a multiple of so many rows of lhs, whose scales a kernel reads at a time.
+    """
+
+    name: Scaling | None
+    product: Literal["none", "tensor", "row", "block", "mx"]
+    rhs_name: Scaling | None = None
+    outer_block: int | None = None
+    summed_block: int | None = None
+    summed_first: bool = False
+    dtype: np.dtype = _FLOAT32
+    native: tuple[int, int] | None = OWN_KERNELS
+    xla: tuple[int, int] | None = None
+    native_blocks: bool = False
+    row_multiple: int = 1
+
+    @property
+    def rhs(self) -> Facts:
+        return facts_of(self.rhs_name)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.name is None
+
+    @property
+    def by_tensor(self) -> bool:
+        return self.name is not None and self.outer_block is None
+
+    @property
+    def by_row(self) -> bool:
+        return self.outer_block is not None and self.summed_block is None
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.summed_block is not None
+
+    @property
+    def has_several_scales(self) -> bool:
+        return self.outer_block is not None
+
+    @property
+    def rows_travel(self) -> bool:
+        """Whether each row has float32 scales of its own, so that it can be sent alone."""
+        return self.outer_block == 1 and self.dtype == _FLOAT32
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether both copies of an array have the same scales, if both are scaled like this."""
+        return self.name is not None and self.outer_block == self.summed_block
+
+    @property
+    def block_size(self) -> int:
+        """How many values along a dimension share a scale of blocks; 1 without blocks."""
+        return self.summed_block or 1
+
+    def of_scales(self, outer: tuple[Any, ...], summed: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Selects what belongs to the dimensions of scales, in their order, of what belongs to those of the copy."""
+        outer = () if self.outer_block is None else outer
+        summed = () if self.summed_block is None else summed
+        return summed + outer if self.summed_first else outer + summed
+
+
+_FACTS: dict[Scaling | None, Facts] = {
+    facts.name: facts
+    for facts in (
+        Facts(None, "none"),
+        Facts("tensor", "tensor", "tensor", native=(8, 9), xla=(8, 9)),
+        Facts("row", "row", "row", 1),
+        Facts("block_1x32", "mx", "block_1x32", 1, MX_BLOCK, dtype=E8M0, native=None, xla=(10, 0)),
+        Facts("block_1x128", "block", "block_128x128", 1, BLOCK, summed_first=True, native_blocks=True, row_multiple=4),
+        Facts("block_128x128", "block", None, BLOCK, BLOCK, native_blocks=True, row_multiple=4),
+    )
+}
+PLAIN = _FACTS[None]
+
+
+def facts_of(name: Scaling | None) -> Facts:
+    """The facts of a scaling, or of plain arrays."""
+    return _FACTS[name]
+
+
+def facts_of_recipe(recipe: Recipe | None) -> Facts:
+    """The facts of activations as forward products read them, which are those of a layer's products; None is plain."""
+    return PLAIN if recipe is None else _FACTS[recipe.scalings["activation"][0]]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_DATA, meta_fields=_META)
@@ -156,27 +261,21 @@ def scale_shape(scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...
       block_1x128     [*summed[:-1], ceil(summed[-1] / 128), *outer]
       block_128x128   [*outer[:-1], ceil(outer[-1] / 128), *summed[:-1], ceil(summed[-1] / 128)]
     """
-    if scaling == "tensor":
-        return ()
-    if scaling == "row":
-        return outer
-    if scaling == "block_1x32":
-        return (*outer, *summed[:-1], -(-summed[-1] // MX_BLOCK))
-    if scaling == "block_1x128":
-        return (*summed[:-1], -(-summed[-1] // BLOCK), *outer)
-    return (*outer[:-1], -(-outer[-1] // BLOCK), *summed[:-1], -(-summed[-1] // BLOCK))
+
+    def blocks(sizes: tuple[int, ...], size: int | None) -> tuple[int, ...]:
+        return sizes if size in (None, 1) else (*sizes[:-1], -(-sizes[-1] // size))
+
+    facts = facts_of(scaling)
+    return facts.of_scales(blocks(outer, facts.outer_block), blocks(summed, facts.summed_block))
 
 
-def scale_dtype(scaling: Scaling) -> np.dtype:
-    """Dtype of the scales of a copy."""
-    return E8M0 if scaling == "block_1x32" else np.dtype(np.float32)
-
-
-def block_size(scaling: Scaling) -> int:
-    """How many values along a dimension share a scale of blocks; 1 with scales of tensors and rows, which cut none."""
-    if scaling == "block_1x32":
-        return MX_BLOCK
-    return BLOCK if scaling.startswith("block") else 1
+def one_copy(
+    values: Array, scale_inv: Array | None, facts: Facts, outer_ndim=1, summed_ndim=1, *, transposed: bool = False
+) -> QuantizedArray:
+    """A copy [*outer, *summed] alone, of an array in float32."""
+    assert facts.name is not None
+    copies = (None, None, values, scale_inv) if transposed else (values, scale_inv, None, None)
+    return QuantizedArray(*copies, outer_ndim, summed_ndim, facts.name, facts.name, _FLOAT32)
 
 
 def _split(shape: tuple[int, ...], outer_ndim: int, summed_ndim: int):
@@ -215,16 +314,16 @@ def _dequantize(data, scale_inv, scaling: Scaling, outer_ndim: int, summed_ndim:
 
 def _spread_scales(scales: Array, *, scaling: Scaling, outer: tuple[int, ...], summed: tuple[int, ...]) -> Array:
     """The scale of every value of a copy [*outer, *summed]; broadcast where XLA can."""
-    if scaling == "tensor":
+    facts = facts_of(scaling)
+    if facts.by_tensor:
         return jnp.broadcast_to(scales, (*outer, *summed))
-    if scaling == "row":
+    if facts.by_row:
         return jnp.broadcast_to(scales.reshape(*outer, *(1,) * len(summed)), (*outer, *summed))
-    block = block_size(scaling)
-    if scaling == "block_1x128":
+    if facts.summed_first:
         scales = jnp.moveaxis(scales, range(len(summed)), range(len(outer), len(outer) + len(summed)))
-    elif scaling == "block_128x128":
-        scales = _repeated(scales, len(outer) - 1, outer[-1], block)
-    return _repeated(scales, scales.ndim - 1, summed[-1], block)
+    if facts.outer_block != 1:
+        scales = _repeated(scales, len(outer) - 1, outer[-1], facts.block_size)
+    return _repeated(scales, scales.ndim - 1, summed[-1], facts.block_size)
 
 
 def _repeated(scales: Array, axis: int, length: int, block: int) -> Array:

@@ -33,7 +33,7 @@ from te_jax.models import (
 from te_jax.models.config import ATTENTION
 from te_jax.models.safetensors import Tensors
 from te_jax.offload import LAYER_INPUT, Offload
-from te_jax.quantized import block_size
+from te_jax.quantized import facts_of_recipe
 from te_jax.recipe import DelayedScaling, MXFP8Scaling
 
 OFFLOAD_MIN_SIZE = 2**16
@@ -357,7 +357,7 @@ def _check_parallel(options: Options, config: DecoderConfig) -> None:
         fitting = ", ".join(name for name, preset in presets.items() if not problem(preset)) or "none"
         raise UserError(f"{named}; presets that {options.tp} fits: {fitting}")
     # Blocks of the weight gradients' operands lie along the time that a device has.
-    block = 1 if config.recipe is None else block_size(config.recipe.scalings["activation"][0])
+    block = facts_of_recipe(config.recipe).block_size
     multiple = options.cp * options.tp * block
     if options.seq_len % multiple:
         shared = f"--cp {options.cp} --tp {options.tp}" if options.cp > 1 else f"--tp {options.tp}"

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from te_jax import native
 from te_jax._core import host
 from te_jax._core.terminal import aligned, key_values, reason_of
-from te_jax.ops.implementations import XLA_CAPABILITY, attention_implementation, fp8_implementation, unsupported
+from te_jax.ops.implementations import attention_implementation, fp8_implementation, unsupported
+from te_jax.quantized import facts_of
 from te_jax.recipe import Scaling
 
 DESCRIPTION = """\
@@ -285,7 +286,7 @@ def _of_product(scaling: Scaling, *, by_xla: bool = True) -> str:
 
 
 def _has_fp8_by_xla(capability: str) -> bool:
-    return _is_at_least(capability, XLA_CAPABILITY["tensor"])
+    return _is_at_least(capability, facts_of("tensor").xla or (0, 0))
 
 
 def _is_at_least(capability: str, needed: tuple[int, int]) -> bool:

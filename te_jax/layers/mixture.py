@@ -24,6 +24,7 @@ from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
 from te_jax.parallel.experts import Exchange
+from te_jax.quantized import facts_of
 from te_jax.recipe import DelayedScaling, ProductRecipes, Quantization, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName, axes_of_entry
@@ -366,7 +367,7 @@ def _travelling(x: Array, weighted: str, recipe: Recipe | None) -> Quantization 
     if weighted == "inputs":  # weights multiply rows where they arrive
         return None
     quantization = recipe.quantization("activation")
-    exact = quantization.power_of_two_scales and quantization.scaling in ("row", "block_1x128")
+    exact = quantization.power_of_two_scales and facts_of(quantization.scaling).rows_travel
     return quantization if exact else None
 
 

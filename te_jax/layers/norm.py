@@ -15,7 +15,7 @@ from te_jax._core import observe
 from te_jax._core.types import BLOCK
 from te_jax.layers import linear
 from te_jax.layers.tensor_parallel import TensorAxis
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.recipe import DelayedScaling, ProductRecipes, Quantization, Recipe
 
 Kind = Literal["rms", "layer"]
@@ -159,7 +159,7 @@ def handover(recipe: Recipe | None, x: Any, tensor: TensorAxis | None = None) ->
         return None
     if recipe is None or isinstance(recipe, DelayedScaling | ProductRecipes) or x.ndim < 2:
         return None
-    blocked = recipe.scalings["activation"][0].startswith("block")
+    blocked = facts_of_recipe(recipe).in_blocks
     if tensor is not None:
         return recipe.quantization("activation") if blocked and tensor.rows(x) % BLOCK == 0 else None
     return None if blocked and x.ndim > 2 and x.shape[-2] % BLOCK else recipe.quantization("activation")

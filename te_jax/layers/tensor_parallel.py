@@ -18,7 +18,7 @@ from te_jax import sharding
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.parallel.fsdp import quantized_specs
-from te_jax.quantized import QuantizedArray, block_size
+from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import Recipe
 from te_jax.sharding import axes_of_entry
 
@@ -206,7 +206,7 @@ class TensorAxis:
         if not isinstance(array, QuantizedArray):
             return spec
         entries = (*spec, *(None,) * (array.ndim - len(spec)))
-        block = max(block_size(array.scaling), block_size(array.transposed_scaling))
+        block = max(facts_of(scaling).block_size for scaling in (array.scaling, array.transposed_scaling))
         blocked = self.mesh is not None and block > 1
         # Blocks divide the last dimension of rows and of cols.
         for last in (array.ndim - array.col_ndim - 1, array.ndim - 1):

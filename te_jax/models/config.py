@@ -10,7 +10,8 @@ from te_jax.layers.mixture import Router
 from te_jax.layers.stack import Remat, check_remat
 from te_jax.offload import Offload
 from te_jax.ops.attention import AttentionImplementation
-from te_jax.recipe import DelayedScaling, Product, ProductRecipes, Recipe, Scaling
+from te_jax.quantized import Facts, facts_of
+from te_jax.recipe import DelayedScaling, Product, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 
 ATTENTION = ("query", "key", "value", "out")
@@ -425,8 +426,8 @@ PRESETS: dict[str, DecoderConfig] = {
 (all four read bytes: 256 tokens), `8b` is Llama 3 8B, and `moe-3b` has 4 of the 48 blocks of Qwen3-30B-A3B."""
 
 
-def kernel_scaling(config: DecoderConfig) -> Scaling | None:
-    """How kernels are scaled that are quantized before the layers; None without a recipe, or with one for each
+def kernel_facts(config: DecoderConfig) -> Facts:
+    """How kernels are scaled that are quantized before the layers; plain without a recipe, or with one for each
     product."""
     recipe = config.recipe
-    return None if recipe is None or isinstance(recipe, ProductRecipes) else recipe.scalings["kernel"][0]
+    return facts_of(None if recipe is None or isinstance(recipe, ProductRecipes) else recipe.scalings["kernel"][0])

@@ -31,7 +31,7 @@ from te_jax.layers.attention import rotary_tables, rotate
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_scaling
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_facts
 from te_jax.models.mixture import Balance
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.models.tensor_parallel import Projections
@@ -175,7 +175,7 @@ def requantize(
     """
     DecoderConfig.check(config)
     recipe = config.recipe
-    if recipe is None or kernel_scaling(config) is None:
+    if recipe is None or kernel_facts(config).is_plain:
         raise ValueError(
             f"config.recipe is {recipe!r}: only one recipe for all products says how kernels are quantized"
         )
@@ -409,8 +409,7 @@ def _bound(
     of_state = None if scaling_state is None else dict.fromkeys(scaling_state[0], PartitionSpec())
     how = None
     # With scales of rows or of a state's amax, whole kernels are quantized by the layers.
-    by = None if scaling_state is not None else kernel_scaling(config)
-    if by in ("tensor", "block_128x128"):
+    if scaling_state is None and kernel_facts(config).is_symmetric:
         how = (requantize(config, parallel=parallel, implementation=implementation)["layers"][0], None)
     last = {"final_norm": specs["final_norm"], "head": head_spec(parallel)}
     return dataclasses.replace(

@@ -31,11 +31,11 @@ from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.layers.attention import kv_repeats
 from te_jax.layers.microbatches import AccumulatedKernel
-from te_jax.models.config import MLP, DecoderConfig, kernel_scaling
+from te_jax.models.config import MLP, DecoderConfig, kernel_facts
 from te_jax.ops.linear.arguments import recipes_of
 from te_jax.parallel.fsdp import FSDP, quantized_specs, split_dimension
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.sharding import axes_of_entry
 
 
@@ -126,7 +126,7 @@ class TensorParallel:
         if config.lora is not None and self.size > 1:
             raise ValueError(f"parallel.size is {self.size}: adapters (config.lora) are not split; use 1, and fsdp")
         recipes = () if config.recipe is None else recipes_of(config.recipe)
-        if self.size > 1 and any(recipe.scalings["activation"][0] == "block_1x32" for recipe in recipes):
+        if self.size > 1 and not all(facts_of_recipe(recipe).native for recipe in recipes):
             raise ValueError(
                 f"parallel.size is {self.size} and config.recipe is {config.recipe!r}: collective products have no "
                 "blocks of 32; use CurrentScaling, RowwiseScaling or BlockScaling, or 1, and fsdp"
@@ -255,7 +255,7 @@ def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> 
     """Why devices cannot have parts of the parameters, or None."""
     if config.hidden_size // parallel.size % fsdp.size:
         return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
-    by_blocks = (kernel_scaling(config) or "").startswith("block")
+    by_blocks = kernel_facts(config).in_blocks
     layer = param_specs(config, dataclasses.replace(parallel, fsdp=None))["layers"][0]
     for name, shape in config.kernel_shapes.items():
         entries = _entries(layer[name], shape)

@@ -13,11 +13,11 @@ from jax import Array, lax
 from te_jax import native, ops, sharding
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.layers.norm import handover
-from te_jax.models.config import MLP, DecoderConfig, kernel_scaling
+from te_jax.models.config import MLP, DecoderConfig, kernel_facts
 from te_jax.models.mixture import Balance, mixture
 from te_jax.models.parallel import TensorParallel, kv_heads, loop_specs
 from te_jax.parallel import all_gather_matmul, gated_mlp, matmul_reduce_scatter
-from te_jax.quantized import block_size
+from te_jax.quantized import facts_of
 from te_jax.recipe import DelayedScalingState, Quantization
 from te_jax.reference.softmax_cross_entropy import equals
 
@@ -71,8 +71,8 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
     parallel.check(config)
     heads, size = kv_heads(config, parallel.size), parallel.size
     left = () if heads.is_split else ("key", "value")
-    scaling = kernel_scaling(config)
-    block = 1 if scaling is None else block_size(scaling)
+    facts = kernel_facts(config)
+    block = facts.block_size
     if block > 1:
         split = {
             "query": config.num_heads * config.head_dim,
@@ -82,7 +82,7 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
             **({} if config.experts is not None else dict.fromkeys(MLP, config.mlp_size)),
         }
         left += tuple(name for name, count in split.items() if count // size % block)
-    if parallel.fsdp is not None and scaling not in (None, "tensor", "block_128x128"):
+    if parallel.fsdp is not None and not (facts.is_plain or facts.is_symmetric):
         # Each of the two copies has scales of its own, along a dimension of which a device has a part.
         specs = loop_specs(config, parallel)
         axes = {name: itertools.chain(*map(sharding.axes_of_entry, specs[name] or ())) for name in config.kernel_shapes}
@@ -167,7 +167,7 @@ class Projections:
             return None
         quantization = handover(self.config.recipe, x)
         # Devices would have to agree on other scales than those of blocks before they quantize.
-        blocked = quantization is not None and quantization.scaling.startswith("block")
+        blocked = quantization is not None and facts_of(quantization.scaling).in_blocks
         return quantization if blocked or not self.is_split else None
 
     def norm_heads(self, x: Array, name: str) -> Array:

@@ -22,11 +22,11 @@ from te_jax.ops._quantize_kernels import (
     Request,
     Result,
     block_attributes,
-    families_of,
     quantized_array,
+    shared_facts,
 )
 from te_jax.ops.quantize import quantize_requested
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import PLAIN, Facts, QuantizedArray
 from te_jax.recipe import Quantization
 from te_jax.reference.activation import Activation
 from te_jax.reference.quantize import QuantizedParts, blocked_groups
@@ -70,13 +70,13 @@ def activate_quantized(
       The parts that `ops.quantize` would give for the result.
     """
     gate, up, amax, weights = lax.stop_gradient((gate, up, amax, weights))
-    family = _fused_family(weights, request) if use_native else None
-    if family is None:
+    fused = _fused(weights, request) if use_native else PLAIN
+    if fused.is_plain:
         return quantize_requested(activated(function, gate, up, weights), amax, request, use_native)
     own_amax = None
-    if request.with_amax if family == "block" else amax is None:
+    if request.with_amax if fused.in_blocks else amax is None:
         own_amax = _amax(function, gate, up, request)
-    if family == "block":
+    if fused.in_blocks:
         kernels = Kernels(request, gate.ndim, blocked_groups(request.quantization, request.copies))
         scales = kernels.block_scales()
         arrays = kernels.run(
@@ -145,10 +145,10 @@ def activation_gradients_quantized(
         y_request = dataclasses.replace(
             request, quantization=y_quantization, copies="transposed", with_amax=False, with_dbias=False
         )
-    family = _fused_family(weights, request, y_request) if use_native else None
-    if family == "tensor":
+    fused = _fused(weights, request, y_request) if use_native else PLAIN
+    if fused.by_tensor:
         return _gradients_in_tensors(function, operands, amaxes, request, y_request)
-    if family == "block":
+    if fused.in_blocks:
         gate_parts, up_parts, y8, dweights = _gradients_in_blocks(function, operands, weights, request, y_request)
     else:
         *inputs, dy = sharding.varying_together((*operands[:2], weights, operands[2]))
@@ -247,14 +247,13 @@ def _gradients_in_blocks(
     return parts[0], None if up is None else parts[1], y8, found[12]
 
 
-def _fused_family(weights: Array | None, *requests: Request | None) -> str | None:
-    """The family of scalings of all requests, if it is one that the kernels know."""
-    families = frozenset().union(*(families_of(each.quantization, each.copies) for each in requests if each))
+def _fused(weights: Array | None, *requests: Request | None) -> Facts:
+    """The facts of scalings that all requests share, of tensors or blocks, if the kernels know them; otherwise those of
+    plain arrays."""
+    facts = shared_facts(*requests)
     if weights is None:
-        known = ("tensor", "block")
-    else:
-        known = () if any(each.with_amax for each in requests if each) else ("block",)
-    return next((family for family in known if families == {family}), None)
+        return PLAIN if facts.by_row else facts
+    return facts if facts.in_blocks and not any(each.with_amax for each in requests if each) else PLAIN
 
 
 def _amax(function: Activation, gate: Array, up: Array | None, request: Request) -> Array:

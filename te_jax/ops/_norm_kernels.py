@@ -25,13 +25,13 @@ from te_jax.ops._quantize_kernels import (
     Request,
     Result,
     block_attributes,
-    families_of,
     group,
     quantized_array,
     run_kernel,
+    shared_facts,
 )
 from te_jax.ops.quantize import quantize_requested
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.reference.norm import normalize, residual_sum
 from te_jax.reference.quantize import blocked_groups
 
@@ -80,10 +80,10 @@ def normalized(
       gamma, beta: float32 [features]; beta may be None.
       request: how to quantize, without amax and dbias; None for a result in the dtype of x.
     """
-    families = frozenset() if request is None else families_of(request.quantization, request.copies)
-    if request is not None and families == {"block"}:
+    facts = shared_facts(request)
+    if request is not None and facts.in_blocks:
         return _in_blocks(norm, x, residual, gamma, beta, request)
-    if request is not None and families == {"tensor"}:
+    if request is not None and facts.by_tensor:
         return _in_tensor(norm, x, residual, gamma, beta, request)
     if residual is not None:
         x = residual_sum(x, residual)
@@ -98,7 +98,7 @@ def _in_blocks(
 ) -> Normalized:
     quantization = request.quantization
     # The first pass can write scales of 1×128 values of a row, which the features of no other row decide.
-    at_once = request.copies == "data" and quantization.scaling == "block_1x128"
+    at_once = request.copies == "data" and facts_of(quantization.scaling).outer_block == 1
     x, mean, rstd, _, *arrays = _first_pass(norm, x, residual, gamma, beta, request, in_blocks=at_once)
     if at_once:
         return Normalized(quantized_array(x, (*arrays, None, None), request), x, mean, rstd)

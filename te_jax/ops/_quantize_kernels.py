@@ -15,16 +15,16 @@ from jax import Array, lax
 
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK
-from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Quantization, Scaling
+from te_jax.quantized import PLAIN, Facts, QuantizedArray, facts_of
+from te_jax.recipe import Quantization
 from te_jax.reference.quantize import (
     Copies,
     QuantizedParts,
     amax_of,
     amax_of_shards,
     blocked_groups,
+    facts_of_copies,
     scale_inv_of,
-    scalings_of,
 )
 
 Dimensions = tuple[tuple[str, ...], ...]
@@ -45,26 +45,31 @@ class Request:
     with_amax: bool
     with_dbias: bool
 
+    @property
+    def facts(self) -> tuple[Facts, ...]:
+        """The facts of the scalings of the copies."""
+        return facts_of_copies(self.quantization, self.copies)
+
 
 def quantize_by_kernels(x: Array, amax: Array | None, request: Request) -> QuantizedParts:
     """Does what `te_jax.ops.quantize` does."""
-    families = families_of(request.quantization, request.copies)
-    if len(families) > 1:  # a pass for each copy
+    facts = shared_facts(request)
+    if facts.is_plain:  # a pass for each copy
         parts = quantize_by_kernels(x, amax, dataclasses.replace(request, copies="data"))
         alone = dataclasses.replace(request, copies="transposed", with_amax=False, with_dbias=False)
         other = quantize_by_kernels(x, amax, alone).array
         copies = {name: getattr(other, name) for name in ("transposed", "transposed_scale_inv")}
         return parts._replace(array=dataclasses.replace(parts.array, **copies))
-    family = {"tensor": _by_tensor, "row": _by_rows, "block": _by_blocks}[next(iter(families))]
-    arrays, own_amax, dbias = family(x, amax, request)
+    run = _by_tensor if facts.by_tensor else _by_rows if facts.by_row else _by_blocks
+    arrays, own_amax, dbias = run(x, amax, request)
     return QuantizedParts(quantized_array(x, arrays, request), own_amax if request.with_amax else None, dbias)
 
 
-def families_of(quantization: Quantization, copies: Copies) -> frozenset[str]:
-    """The scalings of the copies: "tensor", "row", "block" or, without kernels, "mx"."""
-    return frozenset(
-        "mx" if scaling == "block_1x32" else scaling.partition("_")[0] for scaling in scalings_of(quantization, copies)
-    )
+def shared_facts(*requests: Request | None) -> Facts:
+    """The facts of one of the copies, where the same native kernels quantize all that are asked for; otherwise those of
+    plain arrays."""
+    found = [facts for each in requests if each for facts in each.facts]
+    return found[0] if len({facts.product for facts in found}) == 1 and found[0].native else PLAIN
 
 
 def quantized_array(x: Array, arrays: Sequence[Array | None], request: Request) -> QuantizedArray:
@@ -107,7 +112,7 @@ def _amax_of_tensor(x: Array, request: Request) -> Array:
     return amax
 
 
-def _by_rows(x: Array, _: None, request: Request):
+def _by_rows(x: Array, _: Array | None, request: Request):
     kernels = Kernels(request, x.ndim)
     rows, cols = kernels.rows, kernels.cols
     row_amax, col_amax = kernels.run(
@@ -133,7 +138,7 @@ def _by_rows(x: Array, _: None, request: Request):
     return (data, scale_inv, transposed, transposed_scale_inv), own_amax, dbias
 
 
-def _by_blocks(x: Array, _: None, request: Request):
+def _by_blocks(x: Array, _: Array | None, request: Request):
     quantization = request.quantization
     kernels = Kernels(request, x.ndim, blocked_groups(quantization, request.copies))
     scales = kernels.block_scales()
@@ -215,8 +220,8 @@ class Kernels:
         """The scales of both copies."""
         scaling, transposed_scaling = self._quantization.scaling, self._quantization.transposed_scaling
         return (
-            self.data and Result(scale_dimensions(scaling, self.rows, self.cols)),
-            self.transposed and Result(scale_dimensions(transposed_scaling, self.cols, self.rows)),
+            self.data and Result(scale_dimensions(facts_of(scaling), self.rows, self.cols)),
+            self.transposed and Result(scale_dimensions(facts_of(transposed_scaling), self.cols, self.rows)),
         )
 
     def run(
@@ -337,8 +342,8 @@ def _kernel(
 def block_attributes(quantization: Quantization) -> dict[str, bool]:
     """How a target quantizes in blocks."""
     return {
-        "data_128x128": quantization.scaling == "block_128x128",
-        "transposed_128x128": quantization.transposed_scaling == "block_128x128",
+        "data_128x128": facts_of(quantization.scaling).outer_block == BLOCK,
+        "transposed_128x128": facts_of(quantization.transposed_scaling).outer_block == BLOCK,
         "power_of_two_scales": quantization.power_of_two_scales,
     }
 
@@ -349,13 +354,13 @@ def group(name: str, ndim: int, blocked: bool) -> Dimensions:
     return (*plain[:-1], (*plain[-1], f"{name}i")) if blocked else plain
 
 
-def scale_dimensions(scaling: Scaling, outer: Dimensions, summed: Dimensions) -> Dimensions:
+def scale_dimensions(facts: Facts, outer: Dimensions, summed: Dimensions) -> Dimensions:
     """The dimensions of the scales of blocks, as `quantized.scale_shape` orders them."""
 
     def blocks(group: Dimensions) -> Dimensions:
         return (*group[:-1], group[-1][:1])
 
-    return blocks(outer) + blocks(summed) if scaling == "block_128x128" else blocks(summed) + outer
+    return facts.of_scales(outer if facts.outer_block == 1 else blocks(outer), blocks(summed))
 
 
 def terms(operands: Sequence[Dimensions | None]) -> str:

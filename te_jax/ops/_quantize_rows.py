@@ -20,8 +20,8 @@ from te_jax.ops._quantize_kernels import (
     Request,
     Result,
     block_attributes,
-    families_of,
     quantized_array,
+    shared_facts,
     terms,
 )
 from te_jax.ops.quantize import quantize_requested
@@ -45,7 +45,7 @@ def quantize_rows(
     """
     x = lax.stop_gradient(x)
     request = Request(quantization, 1, copies, (), (), with_amax=False, with_dbias=False)
-    if not use_native or families_of(quantization, copies) != {"block"}:
+    if not (use_native and shared_facts(request).in_blocks):
         return quantize_requested(_gathered(x, rows), None, request, use_native).array
     results, kernel = _kernel(request)
     found = iter(kernel(x, rows))

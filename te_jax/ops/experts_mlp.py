@@ -17,7 +17,6 @@ from te_jax import native, sharding
 from te_jax._core import observe
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import BLOCK
 from te_jax.ops.grouped_dense import NAME, validate_kernel, validate_rows
 from te_jax.ops.linear.arguments import KernelContracting, implementation_for, with_gradient_through
 from te_jax.ops.linear.gated import GatedMLP, gated
@@ -26,7 +25,7 @@ from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array
 from te_jax.ops.permute import Permutation, permute_weights
-from te_jax.quantized import QuantizedArray, block_size
+from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import ProductRecipes, Recipe
 from te_jax.reference.activation import Activation
 
@@ -40,9 +39,7 @@ def is_fused(recipe: Recipe | None) -> bool:
     return (
         isinstance(recipe, Recipe)
         and not isinstance(recipe, ProductRecipes)
-        and all(
-            block_size(scaling) == BLOCK for role in ("activation", "gradient") for scaling in recipe.scalings[role]
-        )
+        and all(facts_of(each).native_blocks for role in ("activation", "gradient") for each in recipe.scalings[role])
     )
 
 

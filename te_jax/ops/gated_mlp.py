@@ -32,6 +32,7 @@ from te_jax.ops.linear.local import LocalProducts
 from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import traced
 from te_jax.ops.operands import as_array, one_for_each
+from te_jax.quantized import facts_of_recipe
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName, regrouped
@@ -155,7 +156,7 @@ def gated_mlp(
 
 
 def _is_by_rows(recipe: Any) -> bool:
-    return isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"
+    return isinstance(recipe, Recipe) and facts_of_recipe(recipe).by_row
 
 
 def _multiplied(static: tuple[LocalProducts, Activation], x, x8, weights: tuple[Weight, ...]) -> Array:

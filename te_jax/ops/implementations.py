@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from te_jax import native
 from te_jax.ops import _fa3_attention
+from te_jax.quantized import OWN_KERNELS, SCALINGS, facts_of
 from te_jax.recipe import Scaling
 
-__all__ = ["XLA_CAPABILITY", "attention_implementation", "fp8_implementation", "operands_implementation", "unsupported"]
-
-XLA_CAPABILITY: dict[Scaling, tuple[int, int]] = {"tensor": (8, 9), "block_1x32": (10, 0)}
-"""By scaling, CUDA compute capability of the first GPUs for which XLA compiles FP8 products."""
+__all__ = ["attention_implementation", "fp8_implementation", "operands_implementation", "unsupported"]
 
 
 def fp8_implementation(
@@ -38,8 +36,9 @@ def fp8_implementation(
     native.validate_implementation(implementation)
     if implementation == "reference":
         return "reference"
-    if scaling == "block_1x32":
-        problem = "no native kernel multiplies FP8 with 'block_1x32' scaling"
+    has_native = facts_of(scaling).native is not None
+    if not has_native:
+        problem = f"no native kernel multiplies FP8 with {scaling!r} scaling"
     capability = native.compute_capability()
     xla_problem = _xla_problem(scaling, capability) if by_xla else "XLA has no FP8 product of groups of rows"
     if implementation == "xla":
@@ -49,9 +48,7 @@ def fp8_implementation(
     if mixture := native.gpu_mixture():
         raise native.NativeUnavailableError(mixture)
     if implementation is None and capability is None:
-        if scaling == "block_1x32":
-            return "reference"
-        return "native" if native.use_native(None, problem, products=True) else "reference"
+        return "native" if has_native and native.use_native(None, problem, products=True) else "reference"
     try:
         native.use_native("native", problem, products=True)
     except native.NativeUnavailableError as error:
@@ -86,24 +83,24 @@ def operands_implementation(
 def unsupported(scaling: Scaling | None, algorithm: str = "auto") -> str | None:
     """Why the native kernels cannot multiply FP8 with this scaling on the default backend's devices, if so."""
     capability = native.compute_capability()
-    if scaling is None or capability is None:
+    needed = facts_of(scaling).native
+    if scaling is None or capability is None or needed is None:
         return None
-    if scaling == "tensor" and algorithm != "te_jax":
-        needed, what = (8, 9), "FP8 products need"
-    else:
-        needed, what = (9, 0), f"FP8 products with {scaling!r} scaling need"
-    if capability >= needed and (needed == (8, 9) or capability[0] == 9):
+    needed = OWN_KERNELS if algorithm == "te_jax" else needed
+    exactly = needed == OWN_KERNELS
+    if capability >= needed and (not exactly or capability[0] == needed[0]):
         return None
     have = f"this GPU has {capability[0]}.{capability[1]}"
-    exact = " exactly" if needed == (9, 0) else " or later"
-    return f"{what} CUDA compute capability {needed[0]}.{needed[1]}{exact}, and {have}"
+    what, how = (f" with {scaling!r} scaling", "exactly") if exactly else ("", "or later")
+    return f"FP8 products{what} need CUDA compute capability {needed[0]}.{needed[1]} {how}, and {have}"
 
 
 def _xla_problem(scaling: Scaling, capability: tuple[int, int] | None) -> str | None:
     """Why XLA cannot multiply FP8 with this scaling, if so. On a CPU it converts operands to wider floats."""
-    needed = XLA_CAPABILITY.get(scaling)
+    needed = facts_of(scaling).xla
     if needed is None:
-        return f"XLA multiplies FP8 with 'tensor' or 'block_1x32' scaling only, and this is {scaling!r}"
+        names = " or ".join(repr(name) for name in SCALINGS if facts_of(name).xla)
+        return f"XLA multiplies FP8 with {names} scaling only, and this is {scaling!r}"
     if capability is not None and capability < needed:
         return f"XLA multiplies FP8 with {scaling!r} scaling on GPUs from compute capability {needed[0]}.{needed[1]} on"
     return None

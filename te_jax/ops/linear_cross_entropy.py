@@ -22,7 +22,7 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops import _cross_entropy
 from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction, where_counted
-from te_jax.ops._quantize_kernels import families_of
+from te_jax.ops._quantize_kernels import shared_facts
 from te_jax.ops.gemm import gemm
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_accumulator
@@ -684,7 +684,7 @@ class _Chunks:
         layer = head.layer
         as_it_is = self.links or wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
         request = layer.request("gradient", copies, with_amax=False)
-        if not as_it_is and head.use_native and families_of(request.quantization, copies) == {"block"}:
+        if not as_it_is and head.use_native and shared_facts(request).in_blocks:
             return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
         (plain,) = _cross_entropy.logits_gradient(
             logits, columns, lse, weight, axes={}, use_native=head.use_native, **attributes

@@ -11,10 +11,8 @@ from te_jax import sharding
 from te_jax._core.arguments import as_dtype, as_flag, kind_of, static_way_out
 from te_jax._core.integers import validate_integers
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_NAMES
-from te_jax.quantized import QuantizedArray, scale_dtype, scale_shape
+from te_jax.quantized import SCALINGS, QuantizedArray, facts_of, scale_shape
 from te_jax.recipe import Quantization
-
-_SCALINGS = ("tensor", "row", "block_1x32", "block_1x128", "block_128x128")
 
 
 def as_array(name: str, x: Any) -> Array:
@@ -59,8 +57,8 @@ def validate_quantization(name: str, quantization: Any) -> None:
     as_dtype(f"{name} has dtype", quantization.dtype, FP8, FP8_NAMES)
     for field in ("scaling", "transposed_scaling"):
         scaling = getattr(quantization, field)
-        if scaling not in _SCALINGS:
-            raise ValueError(f"{name} has {field} {scaling!r}; it must be one of {_SCALINGS}")
+        if scaling not in SCALINGS:
+            raise ValueError(f"{name} has {field} {scaling!r}; it must be one of {SCALINGS}")
     as_flag(f"{name}.power_of_two_scales", quantization.power_of_two_scales)
 
 
@@ -106,7 +104,7 @@ def validate_copy(name: str, x: QuantizedArray, copy: Literal["data", "transpose
     if values.dtype not in FP8:
         raise ValueError(f"{name} has {copy} of dtype {values.dtype}; it must be {FP8_NAMES}")
     expected = scale_shape(scaling, values.shape[:outer_ndim], values.shape[outer_ndim:])
-    dtype = scale_dtype(scaling)
+    dtype = facts_of(scaling).dtype
     if scale_inv is None or scale_inv.shape != expected or scale_inv.dtype != dtype:
         found = "no scales" if scale_inv is None else f"scales of shape {scale_inv.shape} and dtype {scale_inv.dtype}"
         raise ValueError(

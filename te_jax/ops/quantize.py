@@ -16,11 +16,11 @@ from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.derivatives import straight_through as zeros_with_gradient
 from te_jax._core.derivatives import without_gradient
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops._quantize_kernels import Request, families_of, quantize_by_kernels
+from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.ops.operands import as_array, validate_quantization
-from te_jax.quantized import QuantizedArray, block_size
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization
-from te_jax.reference.quantize import Copies, GroupAxes, QuantizedParts, blocked_groups, mesh_axes, scalings_of
+from te_jax.reference.quantize import Copies, GroupAxes, QuantizedParts, blocked_groups, mesh_axes
 
 _NO_DERIVATIVE = (
     "te_jax.ops.quantize has no derivative, because that of rounding is zero: te_jax.ops.dense and te_jax.parallel "
@@ -154,7 +154,7 @@ def quantize_parts(
 
 
 def _use_native(implementation: native.Implementation | None, request: Request) -> bool:
-    if "mx" not in families_of(request.quantization, request.copies):
+    if all(facts.native for facts in request.facts):
         return native.use_native(implementation)
     native.validate_implementation(implementation)
     if implementation == "native":
@@ -219,7 +219,7 @@ def _validate(name: str, x: Array, request: Request) -> None:
     if request.copies not in _COPIES:
         raise ValueError(f"copies is {request.copies!r}; it must be one of {_COPIES}")
     blocked = blocked_groups(request.quantization, request.copies)
-    block = max(map(block_size, scalings_of(request.quantization, request.copies)))
+    block = max(facts.block_size for facts in request.facts)
     for group, shape in (("rows", x.shape[: request.row_ndim]), ("cols", x.shape[request.row_ndim :])):
         if group in blocked and len(shape) > 1 and shape[-1] % block:
             raise ValueError(
@@ -232,7 +232,7 @@ def _validated_amax(amax: jax.typing.ArrayLike, request: Request) -> Array:
     amax = as_array("amax", amax)
     if amax.shape != () or amax.dtype != jnp.float32:
         raise ValueError(f"amax has shape {amax.shape} and dtype {amax.dtype}; it must be a float32 scalar")
-    if set(scalings_of(request.quantization, request.copies)) != {"tensor"}:
+    if not all(facts.by_tensor for facts in request.facts):
         raise ValueError(
             f"amax is given, but quantization has scaling {request.quantization.scaling!r} and "
             f"{request.quantization.transposed_scaling!r}; only tensor scaling takes its scale from an amax: "
@@ -246,7 +246,7 @@ def _validated_amax(amax: jax.typing.ArrayLike, request: Request) -> Array:
 def quantize_requested(x: Array, amax: Array | None, request: Request, use_native: bool) -> QuantizedParts:
     """`quantize_parts` of arguments that are checked; with use_native, x has values."""
     x, amax = lax.stop_gradient((x, amax))
-    if use_native and "mx" not in families_of(request.quantization, request.copies):
+    if use_native and all(facts.native for facts in request.facts):
         return quantize_by_kernels(x, amax, request)
     return reference.quantize(
         x,

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of
 
 
 def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
@@ -103,7 +103,7 @@ def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:
             f"{kernel.shape}; rows and cols need a dimension each: use None for what is no kernel"
         )
     amax = None
-    if how.recipe.quantization("kernel").scaling == "tensor":
+    if facts_of(how.recipe.quantization("kernel").scaling).by_tensor:
         own = tuple(range(how.stacked_ndim, kernel.ndim))
         amax = jnp.max(jnp.abs(kernel), axis=own, initial=0).astype(jnp.float32)
     return quantize_kernel(

@@ -28,12 +28,13 @@ from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.derivatives import differentiated_once
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
+from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.ops.operands import as_array, validate_quantization
 from te_jax.ops.permute import most_rows, values_of_choices
 from te_jax.ops.quantize import quantize_parts
 from te_jax.parallel._exchanges import Segments, all_gather, covered_by, of_experts, send, send_back, sum_over_devices
 from te_jax.parallel.transports.exchange import as_bytes
+from te_jax.quantized import facts_of
 from te_jax.recipe import Quantization
 from te_jax.sharding import Axes, AxisName
 
@@ -239,7 +240,7 @@ def dispatch(
         )
     if quantization is not None:
         validate_quantization("quantization", quantization)
-        if quantization.scaling not in ("row", "block_1x128"):
+        if not facts_of(quantization.scaling).rows_travel:
             raise ValueError(
                 f"quantization has scaling {quantization.scaling!r}; rows travel alone, so it must be 'row' or "
                 "'block_1x128'"
@@ -406,14 +407,13 @@ class _Wire:
         ).array
         assert array.data is not None
         assert array.scale_inv is not None
-        scales = array.scale_inv[:, None] if self.quantization.scaling == "row" else array.scale_inv.T
+        scales = array.scale_inv[:, None] if facts_of(array.scaling).by_row else array.scale_inv.T
         return as_bytes(array.data).reshape(x.shape), scales.reshape(*x.shape[:-1], scales.shape[1])
 
     def dequantize(self, values: Array, scales: Array, dtype: jax.typing.DTypeLike) -> Array:
-        features = values.shape[1]
+        features, width = values.shape[1], facts_of(self.quantization.scaling).summed_block
         wide = lax.bitcast_convert_type(values, self.quantization.dtype).astype(jnp.float32)
-        width = features if self.quantization.scaling == "row" else BLOCK
-        return (wide * jnp.repeat(scales, width, axis=1)[:, :features]).astype(dtype)
+        return (wide * jnp.repeat(scales, width or features, axis=1)[:, :features]).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -28,8 +28,8 @@ from te_jax._core.arguments import as_dtype, is_whole_number
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
 from te_jax.ops.linear.arguments import with_gradient_through
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
-from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, DelayedScalingState
+from te_jax.quantized import QuantizedArray, facts_of
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Scaling
 from te_jax.sharding import axes_of_entry
 
 
@@ -222,15 +222,8 @@ def quantized_specs(x: QuantizedArray, spec: PartitionSpec) -> QuantizedArray:
     count = x.ndim - x.row_ndim - x.col_ndim
     stacked, rows, cols = entries[:count], entries[count : count + x.row_ndim], entries[count + x.row_ndim :]
 
-    def scales(scale_inv: Any, scaling: str, outer: Any, summed: Any) -> PartitionSpec | None:
-        by_scaling = {
-            "tensor": (),
-            "row": outer,
-            "block_1x32": (*outer, *summed),
-            "block_1x128": (*summed, *outer),
-            "block_128x128": (*outer, *summed),
-        }
-        return None if scale_inv is None else PartitionSpec(*stacked, *by_scaling[scaling])
+    def scales(scale_inv: Any, scaling: Scaling, outer: Any, summed: Any) -> PartitionSpec | None:
+        return None if scale_inv is None else PartitionSpec(*stacked, *facts_of(scaling).of_scales(outer, summed))
 
     return dataclasses.replace(
         x,
@@ -515,7 +508,7 @@ def _prepared(
             "or another recipe"
         )
     group = "rows" if dim < how.stacked_ndim + how.row_ndim else "cols"
-    shares_scale = how.recipe.quantization("kernel").scaling == "tensor" and dim >= how.stacked_ndim
+    shares_scale = facts_of(how.recipe.quantization("kernel").scaling).by_tensor and dim >= how.stacked_ndim
     kernel = quantize_kernel(
         leaf,
         how.recipe,
@@ -539,10 +532,11 @@ def _prepared(
 
 
 def _validate_split(name: str, kernel: QuantizedArray, dim: int | None) -> None:
-    scalings = {kernel.scaling, kernel.transposed_scaling}
-    if dim is None or scalings == {"tensor"}:
+    scalings, facts = {kernel.scaling, kernel.transposed_scaling}, facts_of(kernel.scaling)
+    same = len(scalings) == 1 and facts.is_symmetric
+    if dim is None or (same and facts.by_tensor):
         return
-    if scalings != {"block_128x128"}:
+    if not same:
         raise ValueError(
             f"{name} is quantized by {sorted(scalings)}: its two copies have scales of their own, and devices that "
             "have parts cannot agree on them. Leave it out of fsdp.quantize, or use BlockScaling or CurrentScaling"

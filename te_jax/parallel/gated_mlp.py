@@ -27,6 +27,7 @@ from te_jax.parallel.collective_matmul import (
     prepared,
 )
 from te_jax.parallel.options import Residual, Transport
+from te_jax.quantized import facts_of_recipe
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
@@ -97,9 +98,7 @@ def gated_mlp(
     options |= {"implementation": implementation, "kernel_contracting": kernel_contracting}
     named = {"bias": bias, "scaling_state": scaling_state, "wgrad_accumulator": wgrad_accumulator}
     in_two = observe.requested() is not None  # the rule of gated MLPs has no plain h to observe
-    by_lines = isinstance(recipe, ProductRecipes) or (
-        isinstance(recipe, Recipe) and recipe.scalings["activation"][0] == "row"
-    )
+    by_lines = isinstance(recipe, ProductRecipes) or (isinstance(recipe, Recipe) and facts_of_recipe(recipe).by_row)
     if recipe is None or in_two or by_lines:
         each = {name: tuple(value for _, value in one_for_each(name, v, 3, True)) for name, v in named.items()}
         pair, last = ({name: values[part] for name, values in each.items()} for part in (slice(2), 2))

@@ -16,8 +16,8 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax._core.types import E8M0
-from te_jax.quantized import QuantizedArray, block_size
-from te_jax.recipe import Quantization, Scaling
+from te_jax.quantized import Facts, QuantizedArray, facts_of
+from te_jax.recipe import Quantization
 from te_jax.sharding import blocks
 
 AxisName = str | tuple[str, ...]
@@ -58,21 +58,20 @@ def quantize(
         x = lax.optimization_barrier(x)
     wide = x.astype(jnp.float32)
     own_amax = None
-    if with_amax or (amax is None and "tensor" in scalings_of(quantization, copies)):
+    if with_amax or (amax is None and any(facts.by_tensor for facts in facts_of_copies(quantization, copies))):
         own_amax = _over(lax.pmax, _amax_bits(wide, rows + cols), row_axes + col_axes)
     tensor_amax = own_amax if amax is None else _bits(amax)
+    of_data, of_transposed = facts_of_copies(quantization, "both")
 
     data = scale_inv = transposed = transposed_scale_inv = None
     if copies != "transposed":
-        data, scale_inv = _copy(wide, quantization, quantization.scaling, rows, cols, tensor_amax, col_axes)
-    same_scales = quantization.scaling == quantization.transposed_scaling in ("tensor", "block_128x128")
+        data, scale_inv = _copy(wide, quantization, of_data, rows, cols, tensor_amax, col_axes)
+    same_scales = of_data == of_transposed and of_data.is_symmetric
     if data is not None and scale_inv is not None and copies == "both" and same_scales:
         transposed = data.transpose(cols + rows)
         transposed_scale_inv = scale_inv.transpose(cols + rows) if scale_inv.ndim else scale_inv
     elif copies != "data":
-        codes, transposed_scale_inv = _copy(
-            wide, quantization, quantization.transposed_scaling, cols, rows, tensor_amax, row_axes
-        )
+        codes, transposed_scale_inv = _copy(wide, quantization, of_transposed, cols, rows, tensor_amax, row_axes)
         transposed = codes.transpose(cols + rows)
     array = QuantizedArray(
         data,
@@ -103,21 +102,19 @@ def mesh_axes(amax_axis: GroupAxes | None) -> tuple[tuple[str, ...], tuple[str, 
     return names(amax_axis.get("rows")), names(amax_axis.get("cols"))
 
 
-def scalings_of(quantization: Quantization, copies: Copies) -> tuple[Scaling, ...]:
-    """The scalings of the copies that are asked for."""
-    both = (quantization.scaling, quantization.transposed_scaling)
+def facts_of_copies(quantization: Quantization, copies: Copies) -> tuple[Facts, ...]:
+    """The facts of the scalings of the copies that are asked for."""
+    both = (facts_of(quantization.scaling), facts_of(quantization.transposed_scaling))
     return both if copies == "both" else (both[copies == "transposed"],)
 
 
 def blocked_groups(quantization: Quantization, copies: Copies) -> frozenset[str]:
     """The groups of dimensions, "rows" and "cols", whose last dimension is cut into blocks."""
     groups: set[str] = set()
-    for copy, scaling, outer, summed in (
-        ("data", quantization.scaling, "rows", "cols"),
-        ("transposed", quantization.transposed_scaling, "cols", "rows"),
-    ):
-        if copies in (copy, "both") and scaling.startswith("block"):
-            groups |= {outer, summed} if scaling == "block_128x128" else {summed}
+    both = facts_of_copies(quantization, "both")
+    for copy, facts, summed in zip(("data", "transposed"), both, ("cols", "rows"), strict=True):
+        if copies in (copy, "both") and facts.in_blocks:
+            groups |= {summed} if facts.outer_block == 1 else {"rows", "cols"}
     return frozenset(groups)
 
 
@@ -157,7 +154,7 @@ def _scale_inv(amax: Array, scale: Array) -> Array:
 def _copy(
     x: Array,
     quantization: Quantization,
-    scaling: Scaling,
+    facts: Facts,
     outer: tuple[int, ...],
     summed: tuple[int, ...],
     tensor_amax: Array | None,
@@ -166,27 +163,26 @@ def _copy(
     """One copy: FP8 in the order of x, and scale_inv in the order of `quantized.scale_shape`."""
 
     def scaled(x: Array, amax: Array) -> tuple[Array, Array]:
-        power_of_two = quantization.power_of_two_scales or scaling == "block_1x32"
+        power_of_two = quantization.power_of_two_scales or facts.dtype == E8M0
         scale = scale_of(amax, quantization.dtype, power_of_two)
         # Keeps XLA from fusing the division into the loop over x, where it would run for each value.
         scale, scale_inv = lax.optimization_barrier((scale, _scale_inv(amax, scale)))
         return _encode(x, scale, quantization.dtype), scale_inv
 
-    if scaling == "tensor":
+    if facts.by_tensor:
         assert tensor_amax is not None
         codes, scale_inv = scaled(x, jnp.expand_dims(tensor_amax, tuple(range(x.ndim))))
         return codes, jnp.squeeze(scale_inv, tuple(range(x.ndim)))
-    if scaling == "row":
+    if facts.by_row:
         codes, scale_inv = scaled(x, _over(lax.pmax, _amax_bits(x, summed, keepdims=True), summed_axes))
         return codes, jnp.squeeze(scale_inv, summed)
 
-    split = sorted({summed[-1], outer[-1]} if scaling == "block_128x128" else {summed[-1]})
-    parts = blocks.split(x, split, block_size(scaling))
+    split = sorted({summed[-1]} if facts.outer_block == 1 else {summed[-1], outer[-1]})
+    parts = blocks.split(x, split, facts.block_size)
     inside = tuple(axis + place + 1 for place, axis in enumerate(split))
     codes, scale_inv = scaled(parts, _amax_bits(parts, inside, keepdims=True))
-    order = summed + outer if scaling == "block_1x128" else outer + summed
-    scale_inv = jnp.squeeze(scale_inv, inside).transpose(order)
-    return blocks.merge(codes, x.shape, split), _e8m0(scale_inv) if scaling == "block_1x32" else scale_inv
+    scale_inv = jnp.squeeze(scale_inv, inside).transpose(facts.of_scales(outer, summed))
+    return blocks.merge(codes, x.shape, split), _e8m0(scale_inv) if facts.dtype == E8M0 else scale_inv
 
 
 def _e8m0(x: Array) -> Array:

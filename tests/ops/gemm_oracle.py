@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import ops
-from te_jax.quantized import QuantizedArray, scale_dtype, scale_shape
+from te_jax.quantized import QuantizedArray, facts_of, scale_shape
 from te_jax.testing import assert_close
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
@@ -32,7 +32,7 @@ def random_quantized(rng, rows, cols, scaling, *, dtype=E4M3, transposed_scaling
         scales = np.exp(rng.uniform(-1, 1, scale_shape(scaling, outer, summed)))
         if scaling == "block_1x32":
             scales = np.exp2(np.round(2 * np.log(scales)))
-        return data, jax.device_put(scales.astype(np.float32).astype(scale_dtype(scaling)))
+        return data, jax.device_put(scales.astype(np.float32).astype(facts_of(scaling).dtype))
 
     transposed_scaling = transposed_scaling or scaling
     return QuantizedArray(

@@ -18,7 +18,7 @@ from te_jax.ops.implementations import fp8_implementation, unsupported
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_accumulator
 from te_jax.ops.operands import as_array, validate_quantized_array
-from te_jax.quantized import QuantizedArray, block_size
+from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.recipe import (
     CurrentScaling,
     DelayedScaling,
@@ -71,13 +71,13 @@ def implementation_for(
       NativeUnavailableError: it cannot run here, or, without a name, a GPU would multiply in float32 by the reference,
         more slowly than without a recipe.
     """
-    scaling = recipe.scalings["activation"][0]
+    scaling = recipe.quantization("activation").scaling
     try:
         return fp8_implementation(implementation, scaling, problem or unsupported(scaling), by_xla=by_xla)
     except native.NativeUnavailableError as error:
         ways = ["recipe=None, which XLA multiplies in the dtype of x"]
         for other in (CurrentScaling(), MXFP8Scaling()):
-            if scaling != (of_other := other.scalings["activation"][0]) and _multiplies(of_other, by_xla):
+            if scaling != (of_other := other.quantization("activation").scaling) and _multiplies(of_other, by_xla):
                 ways.append(f"recipe={type(other).__name__}()")
         ways.append("implementation='reference', which multiplies slowly, in float32")
         raise native.NativeUnavailableError(
@@ -298,9 +298,7 @@ def sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
 
 
 def _block_of(recipe: Recipe) -> int:
-    if isinstance(recipe, ProductRecipes):
-        return max(_block_of(one) for one in recipes_of(recipe))
-    return block_size(recipe.scalings["activation"][0])
+    return max(facts_of_recipe(one).block_size for one in recipes_of(recipe))
 
 
 def whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from te_jax.ops._activation_kernels import activate_quantized, activation_gradie
 from te_jax.ops.linear import rule
 from te_jax.ops.linear.products import Products, Weight
 from te_jax.ops.linear.rule import Layouts, gradients_of, has_gradient, named_amaxes
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.recipe import Role
 from te_jax.reference.activation import Activation
 from te_jax.sharding import Layout
@@ -101,7 +101,7 @@ def _multiplied(mlp: GatedMLP, x, x8, row_weights, weights, group, *, differenti
     gate, up = (checkpoint_name(a, mlp.preactivation) for a in (gate, up))
     reference_amax = mlp.reference_amax(weights[2], "activation")
     gate_, up_, row_weights = mlp.once(gate, up, row_weights)
-    request = mlp.down.request("activation", "data", with_amax=_is_by_tensor(mlp))
+    request = mlp.down.request("activation", "data", with_amax=facts_of_recipe(mlp.down.fp8.recipe).by_tensor)
     h8, h_amax, _ = activate_quantized(
         mlp.function, gate_, up_, reference_amax, request, mlp.use_native(gate), weights=row_weights
     )
@@ -109,10 +109,6 @@ def _multiplied(mlp: GatedMLP, x, x8, row_weights, weights, group, *, differenti
     (y,), *_ = mlp.down.forward(h8, kernel8s[1], biases[2:], layouts[2:], group, differentiated=differentiated)
     residuals = x8 if with_wgrad else None, (*kernel8s[0], *kernel8s[1]), gate, up
     return y, residuals, h_amax if reference_amax is None else reference_amax, (x_amax, h_amax, *amaxes[0], *amaxes[1])
-
-
-def _is_by_tensor(mlp: GatedMLP) -> bool:
-    return mlp.down.fp8.recipe.scalings["activation"][0] == "tensor"
 
 
 def _validate(mlp: GatedMLP, x, x8, row_weights, weights: tuple[Weight, ...], group) -> None:

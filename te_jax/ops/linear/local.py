@@ -24,7 +24,7 @@ from te_jax.ops.linear.per_product import PerProduct
 from te_jax.ops.linear.products import Products, Weight, Wgrad, together
 from te_jax.ops.linear.rule import linear
 from te_jax.ops.quantize import QuantizedParts
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of, facts_of_recipe
 from te_jax.recipe import Product, ProductRecipes, Recipe, Role
 from te_jax.reference.activation import Activation
 from te_jax.reference.quantize import Copies
@@ -50,7 +50,7 @@ class LocalProducts(Products):
     @property
     def gelu_is_fused(self) -> bool:
         assert self.recipe is not None
-        return self.activation == Activation("gelu") and self.recipe.scalings["activation"][0] == "tensor"
+        return self.activation == Activation("gelu") and facts_of_recipe(self.recipe).by_tensor
 
     def quantize(
         self, role, x, state=None, group=None, *, first_copy=True, second_copy, with_dbias=False
@@ -150,7 +150,7 @@ class LocalProducts(Products):
 
     def dgrad(self, dy8s, kernel8s, group, layout: Layout):
         pairs = list(zip(dy8s, kernel8s, strict=True))
-        if len(pairs) > 1 and dy8s[0].scaling == "block_1x128":
+        if len(pairs) > 1 and facts_of(dy8s[0].scaling).native_blocks:
             options: Any = {"out_dtype": layout.dtype, "implementation": self.implementation}
             options["rhs_contracting"] = "rows" if self.kernel_contracting == "last" else "cols"
             return layout.apply(gemm_sum(pairs, **options)), dy8s

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax._core import observe
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import Role
 from te_jax.sharding import Layout
 
@@ -57,7 +57,7 @@ def _copies(
 ) -> Iterable[tuple[QuantizedArray, tuple[str, ...]]]:
     """Each copy that products may find other values in, and the products that read them."""
     data, transposed = (layer.product(role, copy) for copy in ("data", "transposed"))
-    same = array.scaling == array.transposed_scaling in ("tensor", "block_128x128")
+    same = array.scaling == array.transposed_scaling and facts_of(array.scaling).is_symmetric
     both = array.data is not None and array.transposed is not None and array.data.dtype == array.transposed.dtype
     if layer.data_copies:
         yield array.without_transposed(), tuple(layer.product(role, copy) for copy in layer.data_copies)
