@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
-from te_jax.ops.gemm_product import BLOCK_ROW_MULTIPLE, GemmSpec, rule_of, shard_multiples, sharded_gemm
+from te_jax.ops.gemm_product import GemmSpec, rule_of, shard_multiples, sharded_gemm
 
 _MOST_PAIRS = 3
 """That te_gemm_sum takes."""
@@ -59,7 +59,7 @@ def _rule(specs: tuple[GemmSpec, ...], summed: tuple[tuple[int, ...], ...]) -> t
     """The sharding rule, sizes of minor factors, and factors that must not be split. Devices that split sums have the
     same part of each pair's, such as the heads of query and of the keys that go with them: k0 is what sizes have in
     common, in whole blocks."""
-    rules, sizes = [], {f"{group}_": size for group, size in shard_multiples("block").items() if group != "k"}
+    rules, sizes = [], {f"{group}_": size for group, size in shard_multiples(specs[0].scaling).items() if group != "k"}
     whole = [factor for factor in specs[0].whole if factor[0] in "mn"]
 
     def dimension(shared: str, of_all: int, minor: str, size: int) -> str:
@@ -101,7 +101,7 @@ def _fits(specs: tuple[GemmSpec, ...], pairs: Sequence[Mapping[str, Array]]) -> 
         m, k = math.prod(a.shape[: spec.a_outer_ndim]), math.prod(a.shape[spec.a_outer_ndim :])
         if a.ndim != spec.a_outer_ndim + spec.summed_ndim or 0 in (m, k, b.size):
             return False
-        if m % BLOCK_ROW_MULTIPLE or k % FP8_ALIGNMENT:
+        if m % spec.scaling.row_multiple or k % FP8_ALIGNMENT:
             return False
     return True
 

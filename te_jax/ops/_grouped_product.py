@@ -15,22 +15,13 @@ from jax import Array, lax
 
 from te_jax import native, reference, sharding
 from te_jax._core.integers import as_int32
-from te_jax._core.types import BLOCK, FP8_ALIGNMENT, MX_BLOCK
-from te_jax.ops.gemm_product import Scaling
-from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Scaling as CopyScaling
+from te_jax.ops.gemm_product import shard_multiples
+from te_jax.quantized import Facts, one_copy
 
 # The order in which te_grouped_gemm takes them.
 _SECOND = ("second_a", "second_b", "second_a_scale_inv", "second_b_scale_inv")
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bounds", "bias", "accumulator", *_SECOND)
 _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
-
-_COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
-    "tensor": ("tensor", "tensor"),
-    "row": ("row", "row"),
-    "block": ("block_1x128", "block_128x128"),
-    "mx": ("block_1x32", "block_1x32"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +35,7 @@ class GroupedSpec:
     Attributes:
       grouped_sums: whether groups are of the rows that are summed over.
       b_summed_first: see above; only for grouped rows of plain arrays.
-      scaling: "none" for plain operands.
+      scaling: the facts of the scaling of a.
       dtype: of the result.
       native: te_grouped_gemm multiplies, else the reference.
       bias: whether one [groups, n] is added, to grouped rows.
@@ -55,7 +46,7 @@ class GroupedSpec:
 
     grouped_sums: bool
     b_summed_first: bool
-    scaling: Scaling
+    scaling: Facts
     dtype: np.dtype
     native: bool
     bias: bool = False
@@ -66,7 +57,7 @@ class GroupedSpec:
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays, in order."""
         absent: set[str] = set()
-        if self.scaling == "none":
+        if self.scaling.is_plain:
             absent |= {name for name in _OPERANDS if name.endswith("scale_inv")}
         if not self.bias:
             absent.add("bias")
@@ -98,7 +89,7 @@ def grouped_product(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:
     # On Auto meshes XLA itself splits the reference; on Explicit ones it must be told how.
     if not (spec.native or sharding.is_explicit(operands)):
         return _reference(spec, arrays)
-    if spec.grouped_sums or spec.scaling != "none" or sharding.is_explicit(operands):
+    if spec.grouped_sums or not spec.scaling.is_plain or sharding.is_explicit(operands):
         return _per_shard(spec)(*operands)[0]
     return _with_shared_matrices(spec)(*operands)
 
@@ -166,26 +157,21 @@ _WHOLE = ("r", "e", "p", "i", "j")
 
 def _rule(spec: GroupedSpec) -> tuple[str, dict[str, int]]:
     """The sharding rule, and sizes of minor factors. Shards of FP8 operands have whole blocks."""
-    n, k, sizes = "n", "k", {}
-    if spec.scaling == "block":
-        n, sizes = "(n n_)", {"n_": BLOCK}
-        if not spec.grouped_sums:
-            k, sizes = "(k k_)", {**sizes, "k_": BLOCK}
-    elif spec.scaling != "none":
-        n, sizes = "(n n_)", {"n_": FP8_ALIGNMENT}
-        if spec.scaling == "mx" and not spec.grouped_sums:
-            k, sizes = "(k k_)", {**sizes, "k_": MX_BLOCK}
+    scaling, sizes = spec.scaling, {f"{group}_": size for group, size in shard_multiples(spec.scaling).items()}
     if spec.grouped_sums:
-        plain = spec.scaling == "none"
-        terms = {"a": "r m" if plain else "m r", "b": f"r {n}" if plain else f"{n} r"}
-        scales = {"row": ("m", n), "block": ("j m", "n j"), "mx": ("m j", f"{n} j")}.get(spec.scaling, ("", ""))
+        sizes.pop("k_", None)
+    n, k = (f"({group} {group}_)" if f"{group}_" in sizes else group for group in ("n", "k"))
+    n_of_scales = n if scaling.rhs.outer_block == 1 else "n"
+    if spec.grouped_sums:
+        terms = {"a": "r m", "b": f"r {n}"} if scaling.is_plain else {"a": "m r", "b": f"{n} r"}
+        scales = scaling.of_scales(("m",), ("j",)), scaling.rhs.of_scales((n_of_scales,), ("j",))
         result = f"... e m {n}"
     else:
         terms = {"a": f"r {k}", "b": f"e {k} {n}" if spec.b_summed_first else f"e {n} {k}"}
-        of_scaling = {"tensor": ("", "e"), "row": ("r", f"e {n}"), "block": ("k r", "e n k")}
-        scales = (of_scaling | {"mx": ("r k", f"e {n} k")}).get(spec.scaling, ("", ""))
+        scales = scaling.of_scales(("r",), ("k",)), ("e", *scaling.rhs.of_scales((n_of_scales,), ("k",)))
         result = f"... r {n}"
-    terms |= {"a_scale_inv": scales[0], "b_scale_inv": scales[1], "bounds": "p i", "bias": f"e {n}"}
+    terms |= {"a_scale_inv": " ".join(scales[0]), "b_scale_inv": " ".join(scales[1])}
+    terms |= {"bounds": "p i", "bias": f"e {n}"}
     terms["accumulator"] = f"e m {n}"
     terms |= {name: terms[name.removeprefix("second_")] for name in _SECOND}
     return f"{', '.join(f'... {terms[name]}' for name in spec.operands)} -> {result}", sizes
@@ -195,7 +181,7 @@ def _te_grouped_gemm(spec: GroupedSpec, arrays: Mapping[str, Array], *, in_place
     """te_grouped_gemm on local arrays; `in_place` writes the result over the accumulator."""
     a, b, bounds = arrays["a"], arrays["b"], arrays["bounds"]
     batch = bounds.shape[:-2]
-    rows_last = spec.grouped_sums and spec.scaling != "none"
+    rows_last = spec.grouped_sums and not spec.scaling.is_plain
     if spec.grouped_sums:
         shape = *batch, bounds.shape[-1] - 1, *(x.shape[-2 if rows_last else -1] for x in (a, b))
     else:
@@ -212,7 +198,7 @@ def _te_grouped_gemm(spec: GroupedSpec, arrays: Mapping[str, Array], *, in_place
         aliases={_ACCUMULATOR: _D} if in_place else None,
         grouped_sums=spec.grouped_sums,
         b_summed_first=spec.b_summed_first,
-        scaling=spec.scaling,
+        scaling=spec.scaling.product,
         accumulate=spec.accumulator == "add",
     )
     return d
@@ -224,11 +210,9 @@ def _reference(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:
     def multiply(arrays: Mapping[str, Array]) -> Array:
         lhs: Any = arrays["a"]
         rhs: Any = arrays["b"]
-        if spec.scaling != "none":
-            left, right = _COPY_SCALINGS[spec.scaling]
-            transposed = spec.grouped_sums
-            lhs = _matrix(lhs, arrays["a_scale_inv"], left, transposed)
-            rhs = _matrix(rhs, arrays["b_scale_inv"], right, transposed)
+        if not spec.scaling.is_plain:
+            lhs = one_copy(lhs, arrays["a_scale_inv"], spec.scaling, transposed=spec.grouped_sums)
+            rhs = one_copy(rhs, arrays["b_scale_inv"], spec.scaling.rhs, transposed=spec.grouped_sums)
         return reference.grouped_gemm(
             lhs,
             rhs,
@@ -244,10 +228,3 @@ def _reference(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:
     for _ in range(arrays["bounds"].ndim - 2):
         multiply = jax.vmap(multiply)
     return multiply({name: arrays[name] for name in spec.operands})
-
-
-def _matrix(values: Array, scale_inv: Array, scaling: CopyScaling, transposed: bool) -> QuantizedArray:
-    float32 = np.dtype(np.float32)
-    if transposed:
-        return QuantizedArray(None, None, values, scale_inv, 1, 1, scaling, scaling, float32)
-    return QuantizedArray(values, scale_inv, None, None, 1, 1, scaling, scaling, float32)

@@ -13,7 +13,7 @@ from jax import Array
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag, is_whole_number
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT, MX_BLOCK
+from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
 from te_jax.ops._gemm_sum import sharded_sum
 from te_jax.ops.gemm_product import (
     Algorithm,
@@ -24,10 +24,9 @@ from te_jax.ops.gemm_product import (
     gemm_by_xla,
     sharded_gemm,
 )
-from te_jax.ops.gemm_product import Scaling as ProductScaling
 from te_jax.ops.implementations import operands_implementation, unsupported
 from te_jax.ops.operands import as_array, validate_copy
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import Scaling
 from te_jax.reference.gemm import GemmResult
 
@@ -35,15 +34,6 @@ __all__ = ["Algorithm", "GemmResult", "gemm", "gemm_sum"]
 
 Contracting = Literal["cols", "rows"]
 Operand = QuantizedArray | jax.typing.ArrayLike
-
-# What the scaling of lhs says of both operands.
-_OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
-    None: "none",
-    "tensor": "tensor",
-    "row": "row",
-    "block_1x32": "mx",
-    "block_1x128": "block",
-}
 
 
 class _Copy(NamedTuple):
@@ -168,7 +158,7 @@ def gemm(
     if 0 in (*a.outer, *a.summed, *b.outer):
         chosen = "reference"  # nothing to multiply is nothing for a kernel
     use_native = chosen == "native"
-    fp8, scaling = a.scaling is not None, _OF_PRODUCT[a.scaling]
+    fp8, scaling = a.scaling is not None, facts_of(a.scaling)
     product_dtype = np.dtype(np.float32)
     if use_native:
         product_dtype = dtype if fp8 else allowed_dtype(a.values.dtype, dtype)
@@ -217,7 +207,8 @@ def gemm_sum(
     each sums over dimensions of its own.
     """
     copies = [_copies(lhs, rhs, "cols", rhs_contracting, None) for lhs, rhs in pairs]
-    chosen = operands_implementation(implementation, "block_1x128", unsupported("block_1x128"))
+    facts = facts_of("block_1x128")
+    chosen = operands_implementation(implementation, facts.name, unsupported(facts.name))
     for a, b in copies:
         _validate_operands(a, b)
     specs = tuple(
@@ -227,7 +218,7 @@ def gemm_sum(
             summed_ndim=len(a.summed),
             a_summed_first=False,
             b_summed_first=False,
-            scaling="block",
+            scaling=facts,
             dtype=np.dtype(np.float32),
             product_dtype=np.dtype(np.float32),
             implementation=chosen,
@@ -237,7 +228,7 @@ def gemm_sum(
             accumulator=None,
             fast_accumulation=False,
             algorithm="te_jax",
-            whole=factors_kept_whole("block", {"m": a.outer, "n": b.outer, "k": a.summed}),
+            whole=factors_kept_whole(facts, {"m": a.outer, "n": b.outer, "k": a.summed}),
         )
         for a, b in copies
     )
@@ -254,7 +245,7 @@ def _run_sum(pairs: list[dict[str, Array]], specs: tuple[GemmSpec, ...], dtype: 
 @functools.partial(jax.jit, static_argnums=1, inline=sharding.INLINE)
 def _run(arrays: dict[str, Array], spec: GemmSpec) -> tuple[Array, ...]:
     # On Auto meshes XLA itself splits its programs; on Explicit ones it must be told how.
-    by_shards = spec.native or (spec.implementation == "xla" and spec.scaling == "mx")
+    by_shards = spec.native or (spec.implementation == "xla" and spec.scaling.in_blocks)
     if by_shards or sharding.is_explicit(arrays):
         return sharded_gemm(spec, arrays)
     return gemm_by_xla(spec, arrays)
@@ -316,20 +307,16 @@ def _validate_operands(a: _Copy, b: _Copy) -> None:
         raise ValueError(
             "lhs and rhs are both float8_e5m2, which no GPU multiplies; quantize one of them to float8_e4m3fn"
         )
-    blocks = ("block_1x128", "block_128x128")
-    if (a.scaling, b.scaling) != blocks:
-        if a.scaling in blocks or b.scaling in blocks:
+    of_a, of_b = facts_of(a.scaling), facts_of(b.scaling)
+    if of_a.rhs_name != b.scaling:
+        if any(facts.rhs_name != facts.name for facts in (of_a, of_b)):
             raise ValueError(
                 f"lhs has {a.scaling!r} scales and rhs {b.scaling!r}; a product of blocks needs 'block_1x128' on lhs "
                 "and 'block_128x128' on rhs: quantize them so, or exchange them and transpose the result"
             )
-        if a.scaling != b.scaling:
-            raise ValueError(f"rhs has {b.scaling!r} scales and lhs {a.scaling!r}; both must have the same kind")
-        if a.scaling == "block_1x32":
-            _validate_blocks("lhs", "sums over", a.summed, MX_BLOCK)
-    else:
-        _validate_blocks("lhs", "sums over", a.summed, BLOCK)
-        _validate_blocks("rhs", "keeps", b.outer, BLOCK)
+        raise ValueError(f"rhs has {b.scaling!r} scales and lhs {a.scaling!r}; both must have the same kind")
+    _validate_blocks("lhs", "sums over", a.summed, of_a.summed_block or 1)
+    _validate_blocks("rhs", "keeps", b.outer, of_b.outer_block or 1)
     if (n := math.prod(b.outer)) % FP8_ALIGNMENT:
         raise ValueError(
             f"rhs has {n} outer values; FP8 products need a multiple of {FP8_ALIGNMENT}: pad rhs and slice the result, "
@@ -353,7 +340,7 @@ def _validate_algorithm(algorithm: Algorithm, scaling: Scaling | None) -> None:
             "algorithm is 'te_jax', whose kernel multiplies FP8, and lhs and rhs are plain arrays: quantize them, or "
             "use algorithm='auto'"
         )
-    if algorithm == "cublaslt" and scaling == "block_1x128":
+    if algorithm == "cublaslt" and facts_of(scaling).native_blocks:
         raise ValueError(
             "algorithm is 'cublaslt', and lhs and rhs have block scales, with which only the package's kernel "
             "multiplies: use algorithm='auto' or 'te_jax'"

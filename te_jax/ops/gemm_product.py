@@ -16,14 +16,11 @@ from jax import Array, lax
 
 from te_jax import native, reference, sharding
 from te_jax._core.platforms import by_platform
-from te_jax._core.types import BLOCK, FP8_ALIGNMENT, MX_BLOCK
-from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Scaling as CopyScaling
+from te_jax._core.types import FP8_ALIGNMENT, MX_BLOCK
+from te_jax.quantized import Facts, one_copy
 from te_jax.reference.gemm import epilogue
 
 Algorithm = Literal["auto", "cublaslt", "te_jax"]
-Scaling = Literal["none", "tensor", "row", "block", "mx"]
-"""The scales of both operands of a product."""
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
 
@@ -31,16 +28,6 @@ Group = Literal["m", "n", "k"]
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator")
 _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 _FLOAT32 = np.dtype(jnp.float32)
-
-_COPY_SCALINGS: dict[Scaling, tuple[CopyScaling, CopyScaling]] = {
-    "tensor": ("tensor", "tensor"),
-    "row": ("row", "row"),
-    "block": ("block_1x128", "block_128x128"),
-    "mx": ("block_1x32", "block_1x32"),
-}
-
-BLOCK_ROW_MULTIPLE = 4
-"""The kernel of blocks reads the scales of four rows at a time."""
 
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
@@ -65,7 +52,7 @@ class GemmSpec:
     Attributes:
       a_outer_ndim, b_outer_ndim, summed_ndim: numbers of outer and of summed dimensions.
       a_summed_first, b_summed_first: whether the summed dimensions come before the outer ones.
-      scaling: "none" for plain operands.
+      scaling: the facts of the scaling of a.
       dtype: of the result.
       product_dtype: of the bare product: `dtype` where te_gemm can write it, else float32, which XLA rounds.
       implementation: "native" for te_gemm, "xla" for XLA's product of FP8, else the reference.
@@ -81,7 +68,7 @@ class GemmSpec:
     summed_ndim: int
     a_summed_first: bool
     b_summed_first: bool
-    scaling: Scaling
+    scaling: Facts
     dtype: np.dtype
     product_dtype: np.dtype
     implementation: native.Implementation
@@ -100,10 +87,9 @@ class GemmSpec:
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays, in order."""
-        scaled = self.scaling != "none"
         absent = {
-            "a_scale_inv": not scaled,
-            "b_scale_inv": not scaled,
+            "a_scale_inv": self.scaling.is_plain,
+            "b_scale_inv": self.scaling.is_plain,
             "bias": not self.bias,
             "accumulator": self.accumulator is None,
         }
@@ -128,19 +114,19 @@ class GemmSpec:
         """
         if self.product_dtype != self.dtype:
             return self.bare(self.product_dtype)
-        by_cublaslt = self.algorithm != "te_jax" and self.scaling in ("none", "tensor")
+        by_cublaslt = self.algorithm != "te_jax" and not self.scaling.has_several_scales
         gelu = self.activation is not None and by_cublaslt and self.dtype != _FLOAT32
-        if gelu and self.scaling == "none" and any(n % _GELU_ROW_MULTIPLE for n in _row_lengths(self, arrays)):
+        if gelu and self.scaling.is_plain and any(n % _GELU_ROW_MULTIPLE for n in _row_lengths(self, arrays)):
             return self.bare(_FLOAT32)  # rounded once, at the end
         return dataclasses.replace(
             self,
-            bias=self.bias and not (self.scaling == "tensor" and self.dtype == _FLOAT32),
+            bias=self.bias and not (self.scaling.by_tensor and self.dtype == _FLOAT32),
             activation="gelu" if gelu else None,
             save_preactivation=self.save_preactivation and gelu,
         )
 
 
-def algorithm_for(algorithm: Algorithm, scaling: Scaling) -> Algorithm:
+def algorithm_for(algorithm: Algorithm, scaling: Facts) -> Algorithm:
     """The algorithm that te_gemm is told: "auto" is "cublaslt" with TE_JAX_AUTOTUNE=0, and blocks have but one.
 
     Raises:
@@ -154,7 +140,7 @@ def algorithm_for(algorithm: Algorithm, scaling: Scaling) -> Algorithm:
                 "(the fastest candidate), or not be set, which is 1"
             )
         algorithm = "auto" if chosen == "1" else "cublaslt"
-    return "te_jax" if scaling == "block" else algorithm
+    return "te_jax" if scaling.native_blocks else algorithm
 
 
 def allowed_dtype(operand_dtype: np.dtype, wanted: np.dtype) -> np.dtype:
@@ -222,15 +208,14 @@ def _followed_up(
 def gemm_by_xla(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     """The results of `sharded_gemm` on local arrays, by the product of FP8 that XLA has or by the reference."""
     if spec.implementation == "xla":
-        multiply = _scaled_matmul if spec.scaling == "mx" else _fp8_dot
+        multiply = _scaled_matmul if spec.scaling.in_blocks else _fp8_dot
         return multiply(spec, arrays)
 
     def reference_of(arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         lhs, rhs = arrays["a"], arrays["b"]
-        if spec.scaling != "none":
-            left, right = _COPY_SCALINGS[spec.scaling]
-            lhs = _matrix(lhs, arrays["a_scale_inv"], spec.a_outer_ndim, spec.summed_ndim, left)
-            rhs = _matrix(rhs, arrays["b_scale_inv"], spec.b_outer_ndim, spec.summed_ndim, right)
+        if not spec.scaling.is_plain:
+            lhs = one_copy(lhs, arrays["a_scale_inv"], spec.scaling, spec.a_outer_ndim, spec.summed_ndim)
+            rhs = one_copy(rhs, arrays["b_scale_inv"], spec.scaling.rhs, spec.b_outer_ndim, spec.summed_ndim)
         result = reference.gemm(
             lhs,
             rhs,
@@ -305,10 +290,6 @@ def _sum_dtype(spec: GemmSpec) -> Any:
     return jnp.bfloat16 if spec.dtype == jnp.bfloat16 else jnp.float32
 
 
-def _matrix(data: Array, scale_inv: Array, outer_ndim: int, summed_ndim: int, scaling: CopyScaling) -> QuantizedArray:
-    return QuantizedArray(data, scale_inv, None, None, outer_ndim, summed_ndim, scaling, scaling, _FLOAT32)
-
-
 def _over_batch(spec: GemmSpec, arrays: Mapping[str, Array], function: Callable) -> Callable:
     """The function of one GEMM's arrays, for arrays with the leading dimensions that vmap adds."""
     for _ in range(arrays["a"].ndim - spec.a_outer_ndim - spec.summed_ndim):
@@ -318,7 +299,7 @@ def _over_batch(spec: GemmSpec, arrays: Mapping[str, Array], function: Callable)
 
 def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> tuple[Array, ...]:
     """te_gemm on local arrays; `in_place` writes the result over the accumulator."""
-    if spec.scaling != "none" and (aligned := _aligned(spec, arrays)):
+    if not spec.scaling.is_plain and (aligned := _aligned(spec, arrays)):
         batch, a_outer, _ = _groups(spec, "a", arrays)
         shape = *batch, *a_outer, *_groups(spec, "b", arrays)[1]
         return tuple(
@@ -344,7 +325,7 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
         b_outer_ndim=spec.b_outer_ndim,
         a_summed_first=spec.a_summed_first,
         b_summed_first=spec.b_summed_first,
-        scaling=spec.scaling,
+        scaling=spec.scaling.product,
         gelu=spec.activation == "gelu",
         accumulate=spec.accumulator == "add",
         fast_accumulation=spec.fast_accumulation,
@@ -362,18 +343,20 @@ def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dic
     b_outer = _groups(spec, "b", arrays)[1]
     m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
     # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
-    row_multiple = BLOCK_ROW_MULTIPLE if spec.scaling == "block" else 1
-    more_m, more_k = (-(-size // step) * step - size for size, step in ((m, row_multiple), (k, FP8_ALIGNMENT)))
+    steps = (m, spec.scaling.row_multiple), (k, FP8_ALIGNMENT)
+    more_m, more_k = (-(-size // step) * step - size for size, step in steps)
     if not (more_m or more_k):
         return None
     # Sizes, and how many zeros follow.
     rows, cols, depth = (m, more_m), (n, 0), (k, more_k)
     dimensions = {"a": (rows, depth), "b": (cols, depth), "bias": (cols,), "accumulator": (rows, cols)}
-    if spec.scaling == "row":
-        dimensions |= {"a_scale_inv": (rows,), "b_scale_inv": (cols,)}
-    if spec.scaling == "block":
-        k_blocks, n_blocks = ((math.prod(sizes[:-1]) * -(-sizes[-1] // BLOCK), 0) for sizes in (summed, b_outer))
-        dimensions |= {"a_scale_inv": (k_blocks, rows), "b_scale_inv": (n_blocks, k_blocks)}
+    if spec.scaling.has_several_scales:
+        k_blocks, n_blocks = (
+            (math.prod(sizes[:-1]) * -(-sizes[-1] // (block or 1)), 0)
+            for sizes, block in ((summed, spec.scaling.summed_block), (b_outer, spec.scaling.rhs.outer_block))
+        )
+        dimensions["a_scale_inv"] = spec.scaling.of_scales((rows,), (k_blocks,))
+        dimensions["b_scale_inv"] = spec.scaling.rhs.of_scales((n_blocks,), (k_blocks,))
 
     def padded(x: Array, sizes: tuple[tuple[int, int], ...]) -> Array:
         matrix = x.reshape(*batch, *(size for size, _ in sizes))
@@ -409,22 +392,21 @@ def _row_lengths(spec: GemmSpec, arrays: Mapping[str, Array]) -> list[int]:
 # kernels can address; a compound factor of the last dimension of a group says so.
 
 
-def shard_multiples(scaling: Scaling) -> dict[Group, int]:
+def shard_multiples(scaling: Facts) -> dict[Group, int]:
     """Multiples of which a shard must have, by group."""
-    if scaling == "none":
+    if scaling.is_plain:
         return {}
-    if scaling == "mx":
-        return {"n": FP8_ALIGNMENT, "k": MX_BLOCK}
-    return {"n": BLOCK, "k": BLOCK} if scaling == "block" else {"n": FP8_ALIGNMENT}
+    of_k: dict[Group, int] = {} if scaling.summed_block is None else {"k": scaling.summed_block}
+    return {"n": max(FP8_ALIGNMENT, scaling.rhs.outer_block or 1), **of_k}
 
 
-def factors_kept_whole(scaling: Scaling, sizes: Mapping[Group, tuple[int, ...]]) -> tuple[str, ...]:
+def factors_kept_whole(scaling: Facts, sizes: Mapping[Group, tuple[int, ...]]) -> tuple[str, ...]:
     """Factors of groups whose last dimension is no multiple of what a shard must have, but their product is.
 
     The last one itself is kept whole by its compound factor.
 
     Args:
-      scaling: of both operands.
+      scaling: the facts of the scaling of lhs.
       sizes: of the dimensions, by group.
     """
     return tuple(
@@ -448,16 +430,12 @@ def rule_of(spec: GemmSpec) -> str:
         return " ".join(spec.factors(group))
 
     m, n, k = dimensions("m"), dimensions("n"), dimensions("k")
-    a_scales, b_scales = {
-        "row": (m, n),
-        "block": (f"{blocks('k')} {m}", f"{blocks('n')} {blocks('k')}"),
-        "mx": (f"{m} {blocks('k')}", f"{n} {blocks('k')}"),
-    }.get(spec.scaling, ("", ""))
+    b_scales = n if spec.scaling.rhs.outer_block == 1 else blocks("n")
     terms = {
         "a": f"{k} {m}" if spec.a_summed_first else f"{m} {k}",
         "b": f"{k} {n}" if spec.b_summed_first else f"{n} {k}",
-        "a_scale_inv": a_scales,
-        "b_scale_inv": b_scales,
+        "a_scale_inv": " ".join(spec.scaling.of_scales((m,), (blocks("k"),))),
+        "b_scale_inv": " ".join(spec.scaling.rhs.of_scales((b_scales,), (blocks("k"),))),
         "bias": n,
         "accumulator": f"{m} {n}",
     }

@@ -15,24 +15,15 @@ from te_jax._core.arguments import as_dtype, as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
 from te_jax.ops._grouped_product import GroupedSpec, group_bounds, grouped_product
-from te_jax.ops.gemm_product import Scaling as ProductScaling
 from te_jax.ops.implementations import operands_implementation
 from te_jax.ops.operands import as_array, validate_copy
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import PLAIN, QuantizedArray, facts_of
 from te_jax.recipe import Scaling
 
 __all__ = ["cuda_problem", "grouped_gemm", "grouped_gemm_of_pairs", "grouped_native", "ragged_dot"]
 
 Contracting = Literal["cols", "rows"]
 Operand = QuantizedArray | jax.typing.ArrayLike
-
-_OF_PRODUCT: dict[Scaling | None, ProductScaling] = {
-    None: "none",
-    "tensor": "tensor",
-    "row": "row",
-    "block_1x32": "mx",
-    "block_1x128": "block",
-}
 
 _REVERSE_MODE = (
     "te_jax.ops.ragged_dot with native kernels has first derivatives in reverse mode (jax.grad, jax.vjp) only: for "
@@ -225,7 +216,7 @@ def grouped_gemm(
     spec = GroupedSpec(
         grouped_sums=sums,
         b_summed_first=not sums and a.scaling is None and rhs_contracting == "rows",
-        scaling=_OF_PRODUCT[a.scaling],
+        scaling=facts_of(a.scaling),
         dtype=dtype,
         native=use_native,
         bias=bias is not None,
@@ -263,7 +254,8 @@ def grouped_gemm_of_pairs(
     groups = b.values.shape[0]
     of_lhs = a.summed if a.scaling is None else a.outer
     problem = cuda_problem(a.scaling, a.values.dtype, groups, of_lhs, b.outer)
-    one_pass = a.scaling in (None, "block_1x128") and a.kind == second_a.kind and b.kind == second_b.kind
+    in_pairs = a.scaling is None or facts_of(a.scaling).native_blocks
+    one_pass = in_pairs and a.kind == second_a.kind and b.kind == second_b.kind
     if not (one_pass and grouped_native(implementation, problem)):
         options: Any = {"rhs_contracting": rhs_contracting, "out_dtype": jnp.float32, "implementation": implementation}
         products = [grouped_gemm(lhs, rhs, group_sizes, **options) for lhs, rhs in (first, second)]
@@ -273,7 +265,7 @@ def grouped_gemm_of_pairs(
     spec = GroupedSpec(
         grouped_sums=False,
         b_summed_first=a.scaling is None and rhs_contracting == "rows",
-        scaling=_OF_PRODUCT[a.scaling],
+        scaling=facts_of(a.scaling),
         dtype=np.dtype(out_dtype),
         native=True,
         pairs=True,
@@ -316,8 +308,8 @@ def cuda_problem(scaling: Scaling | None, dtype: np.dtype, groups: int, of_lhs: 
         return f"grouped GEMMs need CUDA compute capability 9.0 exactly, and this GPU has {have}"
     if groups > _MOST_GROUPS:
         return f"there are {groups} groups, and the CUDA kernel of grouped GEMMs takes up to {_MOST_GROUPS}"
-    if scaling == "block_1x128" and of_lhs % 4:
-        return f"lhs has {of_lhs} outer values, and grouped GEMMs of blocks need a multiple of 4 on a GPU"
+    if of_lhs % (multiple := facts_of(scaling).row_multiple):
+        return f"lhs has {of_lhs} outer values, and grouped GEMMs of blocks need a multiple of {multiple} on a GPU"
     if scaling is None and dtype != np.dtype(jnp.bfloat16):
         return f"the operands and their gradients are {dtype}, and plain grouped GEMMs are in bfloat16 on a GPU"
     if scaling is None and (of_lhs == 0 or of_lhs % 8 or n % 8):
@@ -336,7 +328,7 @@ def _run(arrays: dict[str, Array], spec: GroupedSpec) -> Array:
 
 
 def _rows_spec(dtype: np.dtype, *, native: bool, transposed: bool = False) -> GroupedSpec:
-    return GroupedSpec(grouped_sums=False, b_summed_first=not transposed, scaling="none", dtype=dtype, native=native)
+    return GroupedSpec(grouped_sums=False, b_summed_first=not transposed, scaling=PLAIN, dtype=dtype, native=native)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -356,7 +348,7 @@ def _backward(dtype: np.dtype, use_native: bool, residuals, dout: Array):
     lhs, rhs, dout = (x.astype(common) for x in (lhs, rhs, dout))
     dgrad = _rows_spec(layouts[0].dtype, native=use_native, transposed=True)
     dlhs = _run({"a": dout, "b": rhs, "bounds": bounds}, dgrad)
-    wgrad = GroupedSpec(True, False, "none", layouts[1].dtype, use_native)
+    wgrad = GroupedSpec(True, False, PLAIN, layouts[1].dtype, use_native)
     drhs = _run({"a": lhs, "b": dout, "bounds": bounds}, wgrad)
     return layouts[0].apply(dlhs), layouts[1].apply(drhs), None
 
@@ -432,9 +424,7 @@ def _validate_operands(a: _Copy, b: _Copy, *, grouped_sums: bool) -> None:
         raise ValueError(
             "lhs and rhs are both float8_e5m2, which no GPU multiplies; quantize one of them to float8_e4m3fn"
         )
-    if (a.scaling, b.scaling) != ("block_1x128", "block_128x128") and (
-        a.scaling != b.scaling or a.scaling not in ("tensor", "row", "block_1x32")
-    ):
+    if facts_of(a.scaling).rhs_name != b.scaling:
         raise ValueError(
             f"lhs has {a.scaling!r} scales and rhs {b.scaling!r}; both must have 'tensor' or 'row', or lhs "
             "'block_1x128' and rhs 'block_128x128': quantize them so"

@@ -23,7 +23,7 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.arguments import (
     KernelContracting,
@@ -39,7 +39,7 @@ from te_jax.ops.linear.arguments import (
 from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import linear, traced
 from te_jax.ops.operands import as_array, one_for_each
-from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
+from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel._collective.products import (
     AllGatherProducts,
     CollectivePerProduct,
@@ -48,8 +48,8 @@ from te_jax.parallel._collective.products import (
     collective_products,
 )
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
-from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
+from te_jax.quantized import QuantizedArray, facts_of, facts_of_recipe, scale_shape
+from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe, Scaling
 from te_jax.sharding import AxisName
 
 REVERSE_MODE = (
@@ -379,7 +379,7 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_c
     kernels = {name: weight.kernel for name, weight in weights.items()}
     if recipe is not None:
         fp8.validate_recipe(recipe)
-        if any(one.scalings["activation"][0] == "block_1x32" for one in recipes_of(recipe)):
+        if not all(facts_of_recipe(one).native for one in recipes_of(recipe)):
             raise ValueError(
                 f"recipe is {recipe!r}; collective products have no blocks of 32: use CurrentScaling, RowwiseScaling "
                 "or BlockScaling, or te_jax.ops.dense on an Auto or Explicit mesh"
@@ -425,18 +425,18 @@ def _validate_fp8(
                     f"{name} has shape {kernel.shape}, {size} features {side} on this device; FP8 products need a "
                     f"multiple of {FP8_ALIGNMENT}: pad them or use recipe=None"
                 )
-    if spec.scaling == "block" and spec.rows % BLOCK_PRODUCT_ROWS:
+    if spec.rows % (multiple := spec.scaling.row_multiple):
         raise ValueError(
             f"x has shape {x.shape}, {spec.rows} rows for each device along {dimension}; block scaling needs a "
-            f"multiple of {BLOCK_PRODUCT_ROWS}: pad them, or use CurrentScaling or RowwiseScaling"
+            f"multiple of {multiple}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
         validate_quantized_x(x, spec.recipe, kernel_contracting, row_ndim=x.ndim - 1)
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
-        shared = {"tensor": x.scale_inv, "row": x.transposed_scale_inv}.get(spec.scaling)
+        shared = x.scale_inv if spec.scaling.by_tensor else x.transposed_scale_inv if spec.scaling.by_row else None
         differing = sharding.varying_axes(shared) & set(spec.axis_name)
         if spec.name == "all_gather_matmul" and differing:
-            kind = "tensors" if spec.scaling == "tensor" else "features, of the transposed copy,"
+            kind = "tensors" if spec.scaling.by_tensor else "features, of the transposed copy,"
             raise ValueError(
                 f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
                 "it with amax_axis"
@@ -503,13 +503,10 @@ def _canonical_weight(weight: Weight, kernel_contracting: KernelContracting) -> 
 def as_matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:
     """The same with one dimension of rows and one of cols. Blocks divide the last dimension of each group."""
 
-    def scales(scale_inv: Array | None, scaling: str, outer: int, summed: int) -> Array | None:
-        if scale_inv is None or scaling == "tensor":
+    def scales(scale_inv: Array | None, scaling: Scaling, outer: int, summed: int) -> Array | None:
+        if scale_inv is None or facts_of(scaling).by_tensor:
             return scale_inv
-        if scaling == "row":
-            return scale_inv.reshape(outer)
-        blocks = -(-summed // BLOCK)
-        return scale_inv.reshape((blocks, outer) if scaling == "block_1x128" else (-(-outer // BLOCK), blocks))
+        return scale_inv.reshape(scale_shape(scaling, (outer,), (summed,)))
 
     return QuantizedArray(
         None if x.data is None else x.data.reshape(rows, cols),

@@ -19,6 +19,7 @@ from te_jax import native
 from te_jax.parallel import P2P, all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.transports import p2p
 from te_jax.parallel.transports.exchange import GemmOperand
+from te_jax.quantized import facts_of
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -175,14 +176,15 @@ def test_several_sequences(dtype, scaling, tolerance, shape, size, rng):
     w, w_scale, wide_w = scaled(rng, dtype, scaling, (size,), columns, summed)
     v, v_scale, wide_v = scaled(rng, dtype, scaling, (size,), columns, summed)
     bias = normal(rng, size, columns).astype(spec.out_dtype)
+    left = facts_of({"none": None, "block": "block_1x128"}.get(scaling, scaling))
 
     def local(*arrays):
         x, x_scale, h, h_scale, w, w_scale, v, v_scale, bias = (array[0] for array in arrays)
 
-        def operand(data, scale):
-            return GemmOperand(data, None if scaling == "none" else scale, scaling)
+        def operand(data, scale, facts=left):
+            return GemmOperand(data, None if scaling == "none" else scale, facts)
 
-        right = operand(w, w_scale), operand(v, v_scale)
+        right = operand(w, w_scale, left.rhs), operand(v, v_scale, left.rhs)
         ys, *_ = p2p.all_gather_gemm(spec, operand(x, x_scale), right, (bias, None), (), False)
         several = p2p.gemm_reduce_scatter(spec, (operand(h, h_scale),) * 2, right, None)
         one = p2p.gemm_reduce_scatter(spec, (operand(h, h_scale),), right[:1], None)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
 from te_jax import native
 from te_jax._core.types import BLOCK
-from te_jax.ops.gemm_product import Scaling
 from te_jax.ops.linear.fp8 import Fp8
 from te_jax.parallel.options import P2P, Residual, Ring
+from te_jax.quantized import Facts, facts_of_recipe
 from te_jax.recipe import Product, Recipe
-
-BLOCK_PRODUCT_ROWS = 4
-"""Block-scaled GEMMs need a multiple of this many rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +50,9 @@ class CollectiveSpec:
     product: Product = "forward"
 
     @property
-    def scaling(self) -> Scaling:
-        """The scaling that all operands of all products share."""
-        return "none" if self.recipe is None else scaling_of(self.recipe.scalings["activation"][0])
+    def scaling(self) -> Facts:
+        """The facts of the scaling of the lhs of all products."""
+        return facts_of_recipe(self.recipe)
 
     @property
     def fp8(self) -> Fp8:
@@ -70,7 +67,7 @@ class CollectiveSpec:
     @property
     def blocks_span_shards(self) -> bool:
         """Whether blocks of 128 rows, which gradients of kernels sum over, would reach over shards of x."""
-        return self.scaling == "block" and self.leading * self.size > 1 and self.rows % BLOCK != 0
+        return self.scaling.in_blocks and self.leading * self.size > 1 and self.rows % BLOCK != 0
 
     @property
     def p2p(self) -> P2P:
@@ -81,7 +78,3 @@ class CollectiveSpec:
         return dataclasses.replace(
             self, product=product, out_dtype=self.out_dtype if product == "forward" else self.x_dtype
         )
-
-
-def scaling_of(scaling: str) -> Scaling:
-    return cast(Scaling, scaling.partition("_")[0])

@@ -148,12 +148,12 @@ class AllGatherProducts(CollectiveProducts):
             # Not before dy is there, and not as one with the gather of the forward pass: what it gathers would be kept.
             x8, _ = sharding.together(x8, dy8s[0].by_cols.data)
             x8 = gather(self.spec, x8)
-        x8 = in_order(self.spec, x8, square=self.kernel_contracting == "last")
+        x8 = in_order(self.spec, x8)
         return self.wgrads_of(x8, [dy8.by_cols for dy8 in dy8s])
 
     def validate_x(self, x8: Any, trained: str) -> None:
         # What is gathered of a tensor with one scale is transposed afterwards.
-        super().validate_x(None if self.spec.scaling == "tensor" else x8, trained)
+        super().validate_x(None if self.spec.scaling.by_tensor else x8, trained)
 
 
 class ReduceScatterProducts(CollectiveProducts):
@@ -191,7 +191,7 @@ class ReduceScatterProducts(CollectiveProducts):
         (dy,) = dy8s
         x8 = x8.by_cols if isinstance(x8, Sides) else x8
         dy = gather(self.spec, dy.by_cols) if isinstance(dy, Sides) else dy
-        return self.wgrads_of(x8, [in_order(self.spec, dy, square=self.kernel_contracting == "first")])
+        return self.wgrads_of(x8, [in_order(self.spec, dy)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from jax import Array, lax
 from te_jax._core import observe
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops.gemm import gemm
-from te_jax.parallel._collective.call import CollectiveSpec, scaling_of
+from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports.exchange import GemmOperand, all_gather, dot, quantized
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import DelayedScalingState, Quantization, Role
 
 
@@ -69,8 +69,8 @@ def sides_of(
         dbias = jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) if with_dbias else None
         plain = GemmOperand(x.astype(spec.x_dtype).reshape(*lead, x.shape[-1]))
         return Sides(plain if by_rows else None, plain if by_cols else None, None, dbias)
-    transposed_later = gathered and spec.scaling == "tensor"
-    agreed = spec.scaling == "tensor" or (gathered and spec.scaling == "row")
+    transposed_later = gathered and spec.scaling.by_tensor
+    agreed = spec.scaling.by_tensor or (gathered and spec.scaling.by_row)
     transposed = by_cols and not transposed_later
     needed = ("data",) * by_rows + ("transposed",) * by_cols
     with observe.data_read_as(needed if transposed_later else ()):
@@ -93,7 +93,7 @@ def sides_of(
     rows = None if x8.data is None else _data_of(x8, lead)
     cols = None
     if x8.transposed is not None:
-        cols = GemmOperand(x8.transposed, x8.transposed_scale_inv, scaling_of(x8.transposed_scaling))
+        cols = GemmOperand(x8.transposed, x8.transposed_scale_inv, facts_of(x8.transposed_scaling))
     return Sides(rows, rows if transposed_later else cols, amax, dbias)
 
 
@@ -103,12 +103,12 @@ def _read_back(copy: QuantizedArray, spec: CollectiveSpec, lead: tuple[int, ...]
 
 
 def _data_of(x: QuantizedArray, lead: tuple[int, ...]) -> GemmOperand:
-    data, scale_inv, scaling = x.data, x.scale_inv, scaling_of(x.scaling)
+    data, scale_inv, scaling = x.data, x.scale_inv, facts_of(x.scaling)
     assert data is not None
     assert scale_inv is not None
-    if scaling == "row":
+    if scaling.by_row:
         scale_inv = scale_inv.reshape(lead)
-    if scaling == "block" and x.scaling == "block_1x128":
+    if scaling.summed_first:
         scale_inv = jnp.moveaxis(scale_inv.reshape(scale_inv.shape[0], *lead), 0, -2)
     return GemmOperand(data.reshape(*lead, data.shape[-1]), scale_inv, scaling)
 
@@ -118,10 +118,10 @@ def _data_of(x: QuantizedArray, lead: tuple[int, ...]) -> GemmOperand:
 
 def travelling(by_cols: GemmOperand | None) -> tuple[Array, ...]:
     """The arrays that are gathered beside the data by rows: values of the transposed copy, and scales of blocks."""
-    if by_cols is None or by_cols.scaling in ("none", "tensor"):
+    if by_cols is None or not by_cols.scaling.has_several_scales:
         return ()
     assert by_cols.scale_inv is not None
-    return (by_cols.data, by_cols.scale_inv) if by_cols.scaling == "block" else (by_cols.data,)
+    return (by_cols.data, by_cols.scale_inv) if by_cols.scaling.in_blocks else (by_cols.data,)
 
 
 def with_parts(by_cols: GemmOperand, gathered: Array | None, parts: tuple[Array, ...]) -> GemmOperand:
@@ -138,19 +138,18 @@ def gather(spec: CollectiveSpec, by_cols: GemmOperand) -> GemmOperand:
     return with_parts(by_cols, all_gather(by_cols.data, spec.axis_name, axis=1, tiled=True), ())
 
 
-def in_order(spec: CollectiveSpec, whole: GemmOperand, *, square: bool) -> GemmOperand:
+def in_order(spec: CollectiveSpec, whole: GemmOperand) -> GemmOperand:
     """An operand of all devices with its rows in the order of x: plain [A, D·R, K], quantized [K, A·D·R].
 
     Args:
       spec: static arguments.
       whole: data by rows [A, D·R, K] with one scale or none; or transposed copies [D, K, A·R] with scales of rows [K]
         or of blocks, [D, A·R/128, K] or [D, K/128, A·R/128].
-      square: whether blocks are 128x128.
     """
     data, scale_inv = whole.data, whole.scale_inv
-    if whole.scaling == "none":
+    if whole.scaling.is_plain:
         return whole
-    if whole.scaling == "tensor":
+    if whole.scaling.by_tensor:
         return dataclasses.replace(whole, data=data.reshape(math.prod(data.shape[:-1]), data.shape[-1]).T)
     A, D = spec.leading, spec.size
 
@@ -158,9 +157,9 @@ def in_order(spec: CollectiveSpec, whole: GemmOperand, *, square: bool) -> GemmO
         _, outer, rows = x.shape
         return x.reshape(D, outer, A, rows // A).transpose(1, 2, 0, 3).reshape(outer, D * rows)
 
-    if whole.scaling == "block":
+    if whole.scaling.in_blocks:
         assert scale_inv is not None
-        scale_inv = merged(scale_inv) if square else merged(scale_inv.transpose(0, 2, 1)).T
+        scale_inv = merged(scale_inv.mT).T if whole.scaling.summed_first else merged(scale_inv)
     return dataclasses.replace(whole, data=merged(data), scale_inv=scale_inv)
 
 
@@ -174,7 +173,7 @@ def wgrad(
     accumulate: bool = True,
 ) -> Array:
     """lhsᵀ · rhs over all rows, x and dy or dy and x; or the next value of an accumulator of as many values."""
-    if lhs.scaling == "none":
+    if lhs.scaling.is_plain:
         left, right = (a.data.reshape(-1, a.data.shape[-1]) for a in (lhs, rhs))
         product = dot(left, right, (0,), (0,), out_dtype)
         if accumulator is None:
@@ -188,8 +187,8 @@ def wgrad(
     lhs, rhs = (dataclasses.replace(a, data=jnp.pad(a.data, ((0, 0), (0, padding)))) for a in (lhs, rhs))
     matrix = None if accumulator is None else accumulator.reshape(lhs.data.shape[0], rhs.data.shape[0])
     product = gemm(
-        quantized(lhs, left=True),
-        quantized(rhs, left=False),
+        quantized(lhs),
+        quantized(rhs),
         rhs_contracting="cols",
         out_dtype=out_dtype,
         accumulator=matrix,

@@ -18,10 +18,9 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax.ops.gemm import gemm, gemm_sum
-from te_jax.ops.gemm_product import Scaling, allowed_dtype
+from te_jax.ops.gemm_product import allowed_dtype
 from te_jax.parallel._collective.call import CollectiveSpec
-from te_jax.quantized import QuantizedArray
-from te_jax.recipe import Scaling as CopyScaling
+from te_jax.quantized import PLAIN, Facts, QuantizedArray, one_copy
 
 
 @functools.partial(
@@ -35,13 +34,13 @@ class GemmOperand:
       data: LHS: [A, R, K], or [A, D, R, K] where it is to be scattered. RHS: [K, N] or [N, K].
       scale_inv: float32; None for plain data. LHS: "tensor" [], "row" [A, (D,) R], "block" [A, (D,) ceil(K/128), R].
         RHS: "tensor" [], "row" [N], "block" [ceil(N/128), ceil(K/128)].
-      scaling: "none" for plain data. The same on both sides.
+      scaling: the facts of the scaling of data.
       summed_first: of a RHS: whether it is [K, N]. Quantized data is [N, K].
     """
 
     data: Array
     scale_inv: Array | None = None
-    scaling: Scaling = "none"
+    scaling: Facts = PLAIN
     summed_first: bool = False
 
     @property
@@ -52,7 +51,7 @@ class GemmOperand:
     def map(self, of_data: Callable[[Array], Array], of_scales: Callable[[Array], Array]) -> GemmOperand:
         """A LHS with a function of its data, and a function of its scales where each row has its own."""
         scale_inv = self.scale_inv
-        if scale_inv is not None and self.scaling != "tensor":
+        if scale_inv is not None and self.scaling.has_several_scales:
             scale_inv = of_scales(scale_inv)
         return dataclasses.replace(self, data=of_data(self.data), scale_inv=scale_inv)
 
@@ -145,13 +144,13 @@ def multiply(
       accumulator: float32 [A, R, N], added to the product in its place; dtype is then float32.
     """
     dtype = dtype or spec.out_dtype
-    if x.scaling == "none":
+    if x.scaling.is_plain:
         y = dot(x.data, kernel.data, (2,), (0 if kernel.summed_first else 1,), dtype)
         return with_bias(y if accumulator is None else accumulator + y, bias, dtype)
     shape = (*x.data.shape[:2], kernel.data.shape[0])
     y = gemm(
-        quantized(x.merged(0), left=True),
-        quantized(kernel, left=False),
+        quantized(x.merged(0)),
+        quantized(kernel),
         rhs_contracting="cols",
         bias=bias,
         out_dtype=dtype,
@@ -168,11 +167,8 @@ def sum_of_products(
     """Σᵢ xᵢ · kernelsᵢ + bias, of xᵢ [A, R, Kᵢ]: [A, R, N] in out_dtype; several are added up in float32."""
     if len(xs) == 1:
         return multiply(spec, xs[0], kernels[0], bias=bias)
-    if xs[0].scaling == "block":
-        pairs = [
-            (quantized(x.merged(0), left=True), quantized(kernel, left=False))
-            for x, kernel in zip(xs, kernels, strict=True)
-        ]
+    if xs[0].scaling.native_blocks:
+        pairs = [(quantized(x.merged(0)), quantized(kernel)) for x, kernel in zip(xs, kernels, strict=True)]
         options: Any = {"rhs_contracting": "cols", "implementation": spec.implementation}
         options["out_dtype"] = spec.out_dtype if bias is None else np.dtype(np.float32)
         y = gemm_sum(pairs, **options).reshape(*xs[0].data.shape[:2], -1)
@@ -198,11 +194,9 @@ def dot(
     return y.astype(dtype)
 
 
-def quantized(x: GemmOperand, *, left: bool) -> QuantizedArray:
+def quantized(x: GemmOperand) -> QuantizedArray:
     """A matrix [outer, summed] with its scales as `te_jax.ops.gemm` takes it: summed over its cols."""
-    block: CopyScaling = "block_1x128" if left else "block_128x128"
-    scaling: CopyScaling = block if x.scaling == "block" else "row" if x.scaling == "row" else "tensor"
-    return QuantizedArray(x.data, x.scale_inv, None, None, 1, 1, scaling, scaling, np.dtype(np.float32))
+    return one_copy(x.data, x.scale_inv, x.scaling)
 
 
 def as_bytes(x: Array) -> Array:

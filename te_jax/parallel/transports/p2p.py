@@ -94,7 +94,7 @@ def all_gather_gemm(
     """See `te_jax.parallel.transports.exchange.Transport`."""
     pieces, rows, summed = x.data.shape
     gathered_rows = pieces, spec.size * rows
-    travels = (x.data, x.scale_inv if x.scaling in ("row", "block") else None, *extras)
+    travels = (x.data, x.scale_inv if x.scaling.has_several_scales else None, *extras)
     return _call(
         spec,
         "all_gather_gemm",
@@ -141,14 +141,14 @@ def _native_all_gather_gemm(
     pieces, rows, summed = x.data.shape
     dtype = _product_dtype(spec, x)
     # GEMMs of tensors in FP8 add no bias to float32, and a product that is cast afterwards is not rounded before.
-    fuses = dtype == spec.out_dtype and not (x.scaling == "tensor" and dtype == _FLOAT32)
+    fuses = dtype == spec.out_dtype and not (x.scaling.by_tensor and dtype == _FLOAT32)
     operands: list[Array | None] = [x.data, x.scale_inv]
     results = []
     for kernel, bias in zip(kernels, biases, strict=True):
         operands += [kernel.data, kernel.scale_inv, bias.astype(dtype) if bias is not None and fuses else None]
         results.append(jax.ShapeDtypeStruct((pieces, spec.size * rows, kernel.columns), dtype))
     results.append(jax.ShapeDtypeStruct((pieces, spec.size * rows, summed), x.data.dtype))
-    scales = x.scale_inv if x.scaling in ("row", "block") else None
+    scales = x.scale_inv if x.scaling.has_several_scales else None
     results.append(jax.ShapeDtypeStruct((0,) if scales is None else (spec.size, *scales.shape), _FLOAT32))
     operands += extras
     results += [jax.ShapeDtypeStruct((spec.size, *extra.shape), extra.dtype) for extra in extras]
@@ -207,11 +207,11 @@ def _scatter_buffers(spec: CollectiveSpec, xs, kernels, bias: Array | None) -> l
 
 def _product_dtype(spec: CollectiveSpec, x: GemmOperand) -> np.dtype:
     """The dtype that a GEMM writes: of plain operands their own or float32, of quantized ones any."""
-    return spec.out_dtype if x.scaling != "none" else allowed_dtype(x.data.dtype, spec.out_dtype)
+    return allowed_dtype(x.data.dtype, spec.out_dtype) if x.scaling.is_plain else spec.out_dtype
 
 
 def _workspace(x: GemmOperand, streams: int) -> jax.ShapeDtypeStruct:
-    needed = native.has_gpu() and x.scaling != "block"
+    needed = native.has_gpu() and not x.scaling.native_blocks
     return jax.ShapeDtypeStruct((streams * _WORKSPACE_BYTES if needed else 0,), jnp.uint8)
 
 
@@ -219,7 +219,7 @@ def _attributes(spec: CollectiveSpec, x: GemmOperand, kernels: Sequence[GemmOper
     return {
         "name": spec.name,
         "timeout": float(min(spec.p2p.timeout, _LONGEST_TIMEOUT)),
-        "scaling": x.scaling,
+        "scaling": x.scaling.product,
         "summed_first": bool(kernels and kernels[0].summed_first),
         "fast_accumulation": spec.fast_accumulation,
         "algorithm": algorithm_for("auto", x.scaling),

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from te_jax import sharding
-from te_jax.parallel._collective.call import BLOCK_PRODUCT_ROWS, CollectiveSpec
+from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.options import Ring
 from te_jax.parallel.transports.exchange import (
     GemmOperand,
@@ -94,8 +94,7 @@ def _pieces(spec: CollectiveSpec, x: GemmOperand) -> list[tuple[int, int, int]]:
     """(direction, first row, number of rows) of what travels: a shard as it is, or its halves in both directions."""
     rows = x.data.shape[-2]
     half = rows // 2
-    if x.scaling == "block":
-        half -= half % BLOCK_PRODUCT_ROWS
+    half -= half % x.scaling.row_multiple
     both_ways = isinstance(spec.transport, Ring) and spec.transport.bidirectional
     if not both_ways or half == 0:
         return [(1, 0, rows)]
