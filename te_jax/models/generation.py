@@ -17,7 +17,7 @@ from te_jax import ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.layers.attention import Cache, Heads, attend_cached, rotary_tables
 from te_jax.models import tensor_parallel
-from te_jax.models.config import DecoderConfig, kernel_scaling
+from te_jax.models.config import DecoderConfig, kernel_facts
 from te_jax.models.decoder import Implementation, check_tokens, final_norm, head_of, requantize, run_block
 from te_jax.models.tensor_parallel import Projections
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
@@ -183,14 +183,19 @@ def _quantized_once(
     params: dict[str, Any], config: DecoderConfig, implementation: Implementation | None
 ) -> dict[str, Any]:
     """Parameters whose kernels are in FP8, once for all tokens, as far as one recipe says how."""
-    if kernel_scaling(config) is None:
+    if kernel_facts(config).is_plain:
         return params
 
     def once(how: Requantize | None, kernel: Any) -> Any:
         if how is None or isinstance(kernel, QuantizedArray):
             return kernel
-        dimensions = {"row_ndim": how.row_ndim, "stacked_ndim": how.stacked_ndim}
-        both = quantize_kernel(kernel, how.recipe, **dimensions, implementation=how.implementation)
+        both = quantize_kernel(
+            kernel,
+            how.recipe,
+            row_ndim=how.row_ndim,
+            stacked_ndim=how.stacked_ndim,
+            implementation=how.implementation,
+        )
         # No gradient asks for the other copy. Behind the barrier no loop can quantize once more.
         return lax.optimization_barrier(dataclasses.replace(both, data=None, scale_inv=None))
 
