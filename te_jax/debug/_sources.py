@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import Literal, Var
 
-from te_jax._core import observe
-from te_jax._core.jaxprs import CALLS, CHECKPOINTS
+from te_jax._core import jaxprs, observe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +37,11 @@ class Source:
 
 
 _SAME = {
-    *("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p"),
-    *("stop_gradient", "pvary", "pcast", "name", "rev", "reduce_precision", "device_put", "optimization_barrier"),
-    *("sharding_constraint", "reshard", "mesh_cast", "all_gather", "all_gather_invariant", "all_gather_reduced"),
-    *("te_reverse_mode_only", "layout_constraint", "bitcast_convert_type", "te_on_one_device"),
+    *(*jaxprs.IDENTITIES, *jaxprs.LAYOUTS, *jaxprs.MOVES, "all_gather_reduced", "layout_constraint", "device_put"),
+    *("copy_p", "stop_gradient", "pcast", "reduce_precision", "convert_element_type", "bitcast_convert_type"),
+    *("te_reverse_mode_only", "te_on_one_device"),
 }
-_FUNCTIONS = {
-    *(*CALLS, *CHECKPOINTS, "shard_map"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
-}
+_FUNCTIONS = {*jaxprs.CALLS, *jaxprs.CHECKPOINTS, *jaxprs.CUSTOM_DERIVATIVES, "custom_vmap_call", "shard_map"}
 
 
 class Sources:
@@ -83,7 +78,7 @@ class Sources:
         if name in ("concatenate", "stack"):
             return [_joined(sources)]
         if name in _FUNCTIONS:
-            return self._through(function_of(eqn), sources)
+            return self._through(jaxprs.called(eqn), sources)
         if name == "scan":
             inside = self.in_scan(eqn, sources)
             return self.out_of_scan(eqn, sources, self._through(eqn.params["jaxpr"], inside))
@@ -97,7 +92,7 @@ class Sources:
 
     def _through(self, jaxpr: Any, sources: Sequence[Source | None]) -> list[Source | None]:
         """The sources of the results of a jaxpr."""
-        opened = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        opened, _ = jaxprs.opened(jaxpr)
         origins: dict[Var, Source | None] = dict(zip(opened.invars, sources, strict=True))
         for eqn in opened.eqns:
             of_operands = [None if isinstance(atom, Literal) else origins.get(atom) for atom in eqn.invars]
@@ -109,7 +104,7 @@ class Sources:
 
     def in_scan(self, eqn: Any, sources: Sequence[Source | None]) -> list[Source | None]:
         """The sources of what the body of a scan reads."""
-        first, last = scan_parts(eqn)
+        first, last = jaxprs.scan_parts(eqn)
 
         def part(source: Source | None) -> Source | None:
             if source is None:
@@ -125,7 +120,7 @@ class Sources:
         self, eqn: Any, sources: Sequence[Source | None], inside: Sequence[Source | None]
     ) -> list[Source | None]:
         """The sources of the results of a scan, from those of its operands and of what its body returns."""
-        first, last = scan_parts(eqn)
+        first, last = jaxprs.scan_parts(eqn)
 
         def stacked(source: Source | None) -> Source | None:
             if source is None:
@@ -139,26 +134,12 @@ class Sources:
 
     def carried(self, jaxpr: Any, num_consts: int, sources: Sequence[Source | None]) -> list[Source | None]:
         """The sources of carried values that a loop hands on as they are."""
-        opened = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        opened, _ = jaxprs.opened(jaxpr)
         carried = opened.invars[num_consts : num_consts + len(sources)]
         return [
             source if before is after else None
             for source, before, after in zip(sources, carried, opened.outvars, strict=False)
         ]
-
-
-def function_of(eqn: Any) -> Any:
-    """The jaxpr of an equation that calls one function."""
-    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "call") if name in eqn.params)
-
-
-def scan_parts(eqn: Any) -> tuple[int, int]:
-    """The places of the first carried and of the first scanned operand."""
-    if "ft_in" in eqn.params:  # from JAX 0.12 on
-        first, carried = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
-    else:
-        first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-    return first, first + carried
 
 
 def _is_number(atom: Any) -> bool:
