@@ -6,9 +6,7 @@ layouts to their products, also inside `jit`, `jax.checkpoint`, `scan`, `cond` a
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from te_jax import ops
-from te_jax._core.jaxprs import CALLS, CHECKPOINTS
+from te_jax._core import jaxprs
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
 from te_jax.layers import linear
 from te_jax.layers.convert import obstacle_in_einsum, obstacle_in_sizes
@@ -50,7 +47,7 @@ def call_with_products(
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*kernels.values())
     run = _Run(options, owner, way_out)
     operands = [_Kernel(frozenset({name}), value, value.dtype) for name, value in kernels.items()]
-    results = run.evaluate(closed.jaxpr, closed.consts, operands)
+    results = run.evaluate(closed, operands)
     for name in kernels:
         if name not in run.multiplied:
             raise run.refusal({name}, "is in no product")
@@ -86,48 +83,23 @@ class _Run:
         self.options, self.owner, self.way_out = options, owner, way_out
         self.multiplied: set[str] = set()
 
-    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr. Equations without kernels run together, up to the next one with a kernel."""
-        values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-        kernels = {var for var, value in values.items() if isinstance(value, _Kernel)}
-        uses = collections.Counter(_variables(jaxpr.outvars))
-        for eqn in jaxpr.eqns:
-            uses.update(_variables(eqn.invars))
-        waiting: list[Any] = []
-        for eqn in jaxpr.eqns:
-            if kernels.isdisjoint(_variables(eqn.invars)):
-                waiting.append(eqn)
-                continue
-            self._run_plain(jaxpr, waiting, uses, values)
-            waiting = []
-            arguments = [var.val if isinstance(var, Literal) else values[var] for var in eqn.invars]
-            with eqn.ctx.manager:
-                results = self._apply(eqn, arguments)
-            values.update(zip(eqn.outvars, results, strict=True))
-            kernels.update(var for var, result in zip(eqn.outvars, results, strict=True) if isinstance(result, _Kernel))
-        self._run_plain(jaxpr, waiting, uses, values)
-        return [var.val if isinstance(var, Literal) else values[var] for var in jaxpr.outvars]
-
-    def _run_plain(self, jaxpr: Jaxpr, eqns: list[Any], uses: Mapping[Var, int], values: dict[Var, Any]) -> None:
-        """Runs equations without kernels as they are."""
-        inside = collections.Counter(var for eqn in eqns for var in _variables(eqn.invars))
-        made = dict.fromkeys(var for eqn in eqns for var in eqn.outvars)
-        read = [var for var in inside if var not in made]
-        kept = [var for var in made if uses[var] > inside[var]]
-        names = jaxpr.debug_info.with_unknown_names()
-        part = jaxpr.replace(constvars=[], invars=read, outvars=kept, eqns=eqns, debug_info=names)
-        if kept:
-            results = jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[var] for var in read))
-            values.update(zip(kept, results, strict=True))
+        values = jaxprs.Values(jaxpr, operands)
+        for eqn in values.jaxpr.eqns:
+            if _names(values.known(eqn.invars)):
+                arguments = values.read(eqn.invars)
+                with eqn.ctx.manager:
+                    values.write(eqn, self._apply(eqn, arguments))
+            else:
+                values.postpone(eqn)
+        return values.read(values.jaxpr.outvars)
 
     def _apply(self, eqn: Any, arguments: list[Any]) -> Sequence[Any]:
         """The results of an equation with kernels."""
-        name = eqn.primitive.name
-        if name in _LAYOUTS:
-            return self._laid_out(eqn, arguments)
-        rule = _RULES.get(name)
+        rule = _RULES.get(eqn.primitive.name)
         if rule is None:
-            raise self.refusal(_names(arguments), f"is an operand of {name}")
+            raise self.refusal(_names(arguments), f"is an operand of {eqn.primitive.name}")
         return rule(self, eqn, arguments)
 
     def plain(self, place: str, value: Any) -> Any:
@@ -151,7 +123,8 @@ class _Run:
         if not (joined == arguments if name in ("concatenate", "stack") else isinstance(arguments[0], _Kernel)):
             raise self.refusal(_names(arguments), f"is an operand of {name} beside other arrays")
         names, dtype = frozenset(_names(joined)), joined[0].dtype
-        same = len({kernel.value.dtype for kernel in joined}) == 1 and name not in _MOVES
+        # Moves are in the dtype of the cast.
+        same = len({kernel.value.dtype for kernel in joined}) == 1 and name not in jaxprs.MOVES
         values = [k.value if same else k.cast() for k in joined]
         results = eqn.primitive.bind(*values, *arguments[len(joined) :], **eqn.params)
         return [_Kernel(names, value, dtype) for value in (results if eqn.primitive.multiple_results else [results])]
@@ -231,89 +204,43 @@ class _Run:
     # ---------------------------------------------------------------------------------- functions in the function
 
     def _inlined(self, eqn: Any, arguments: list[Any]) -> list[Any]:
-        return self.evaluate(*_opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]), arguments)
+        return self.evaluate(jaxprs.called(eqn), arguments)
 
-    def _inside(self, eqn: Any, closed: Any, arguments: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
-        """The results of a function in which arrays take the place of the arguments."""
-        inner = [
-            dataclasses.replace(argument, value=array) if isinstance(argument, _Kernel) else array
-            for argument, array in zip(arguments, arrays, strict=True)
-        ]
-        results = self.evaluate(*_opened(closed), inner)
-        return [self.plain(f"the results of {eqn.primitive.name}", result) for result in results]
+    def _inside(self, eqn: Any, jaxpr: Any, arguments: Sequence[Any]) -> Callable[..., list[Array]]:
+        """A function of a jaxpr's results, of arrays that take the place of the arguments."""
 
-    def _checkpoint(self, eqn: Any, arguments: list[Any]) -> list[Array]:
-        function = functools.partial(_called, self._inside, eqn, eqn.params["jaxpr"], arguments)
-        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        return jax.checkpoint(function, **options)(*_arrays(arguments))
+        def function(*arrays: Array) -> list[Array]:
+            inner = [
+                dataclasses.replace(argument, value=array) if isinstance(argument, _Kernel) else array
+                for argument, array in zip(arguments, arrays, strict=True)
+            ]
+            return [self.plain(f"the results of {eqn.primitive.name}", x) for x in self.evaluate(jaxpr, inner)]
 
-    def _scan(self, eqn: Any, arguments: list[Any]) -> list[Array]:
-        if "ft_in" in eqn.params:  # from JAX 0.12 on
-            first, carried = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
-        else:
-            first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-        last = first + carried
-        for argument in arguments[first:last]:
-            self.plain("the carried values of scan", argument)
-        arrays = _arrays(arguments)
+        return function
 
-        def body(carry: Any, xs: Any) -> Any:
-            values = (*arrays[:first], *carry, *xs)
-            results = self._inside(eqn, eqn.params["jaxpr"], arguments, values)
-            return results[:carried], results[carried:]
-
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, arrays[first:last], arrays[last:], **options)
-        return [*carry, *ys]
+    def _remade(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+        if eqn.primitive.name == "scan":
+            for argument in arguments[slice(*jaxprs.scan_parts(eqn))]:
+                self.plain("the carried values of scan", argument)
+        return jaxprs.remade(eqn, self._inside(eqn, eqn.params["jaxpr"], arguments), _arrays(arguments))
 
     def _cond(self, eqn: Any, arguments: list[Any]) -> list[Array]:
         index, *operands = arguments
-        branches = [functools.partial(_called, self._inside, eqn, b, operands) for b in eqn.params["branches"]]
+        branches = [self._inside(eqn, branch, operands) for branch in eqn.params["branches"]]
         return lax.switch(index, branches, *_arrays(operands))
 
-    def _shard_map(self, eqn: Any, arguments: list[Any]) -> list[Array]:
-        function = functools.partial(_called, self._inside, eqn, eqn.params["jaxpr"], arguments)
-        specs = {name: tuple(eqn.params[name]) for name in ("in_specs", "out_specs")}
-        axes = eqn.params["newly_manual_axes"]
-        options = {"mesh": eqn.params["mesh"], "check_vma": eqn.params["check_vma"], **specs}
-        mapped = jax.shard_map(lambda *arrays: tuple(function(*arrays)), axis_names=axes, **options)
-        return list(mapped(*_arrays(arguments)))
 
-
-_MOVES = {
-    "sharding_constraint",
-    "reshard",
-    "mesh_cast",
-    "all_gather",
-    "all_gather_invariant",
-}  # in the dtype of the cast
-_LAYOUTS = _MOVES | {
-    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "gather", "rev"),
-    *("concatenate", "stack", "split", "copy", "copy_p", "stop_gradient", "pvary", "name", "optimization_barrier"),
-}
 _RULES: dict[str, Callable[[_Run, Any, list[Any]], Sequence[Any]]] = {
+    **dict.fromkeys((*jaxprs.IDENTITIES, *jaxprs.LAYOUTS, *jaxprs.MOVES, "copy_p", "stop_gradient"), _Run._laid_out),
+    **dict.fromkeys(("slice", "dynamic_slice", "gather", "concatenate", "stack", "split"), _Run._laid_out),
     "convert_element_type": _Run._cast,
     **dict.fromkeys(("mul", "div"), _Run._scaled),
     "dot_general": _Run._dot_general,
     "ragged_dot_general": _Run._ragged_dot,
-    **dict.fromkeys(CALLS, _Run._inlined),
-    **dict.fromkeys(CHECKPOINTS, _Run._checkpoint),
-    "scan": _Run._scan,
+    **dict.fromkeys(jaxprs.CALLS, _Run._inlined),
+    **dict.fromkeys((*jaxprs.CHECKPOINTS, "scan", "shard_map"), _Run._remade),
     "cond": _Run._cond,
-    "shard_map": _Run._shard_map,
 }
-
-
-def _called(inside: Callable[..., Any], eqn: Any, jaxpr: Any, arguments: Sequence[Any], *arrays: Array) -> list[Array]:
-    return inside(eqn, jaxpr, arguments, arrays)
-
-
-def _opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
-
-
-def _variables(atoms: Sequence[Any]) -> list[Var]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def _names(arguments: Sequence[Any]) -> set[str]:

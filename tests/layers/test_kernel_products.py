@@ -139,6 +139,20 @@ def test_a_product_in_shard_map(rng, make_mesh):
     np.testing.assert_array_equal(*both(x, k))
 
 
+def test_effects_without_results(rng):
+    x, k = (jax.device_put(rng.standard_normal(s, np.float32)) for s in ((4, 32), (32, 48)))
+    seen = []
+
+    def function(x, k):
+        y = x @ k
+        jax.debug.callback(lambda total: seen.append(float(total)), y.sum())
+        return y
+
+    y = with_products(function, CurrentScaling(), x, k)
+    jax.effects_barrier()
+    np.testing.assert_allclose(seen, [y.sum()], rtol=1e-6)
+
+
 @jax.custom_vjp
 def opaque(x, k):
     return x @ k[0]
