@@ -10,24 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from te_jax._core.jaxprs import CALLS, CHECKPOINTS
+from te_jax._core import jaxprs
 
 # What these return lies in memory as their operand does; reshape, unless it has another order of dimensions.
-_SAME_BYTES = frozenset(
-    {
-        "name",
-        "reshape",
-        "squeeze",
-        "copy",
-        "optimization_barrier",
-        "pvary",
-        "pcast",
-        "reduce_precision",  # jax.checkpoint has one, which rounds nothing, for what its policy saves
-        "te_reverse_mode_only",
-    }
-)
+# JAX's checkpoint has a reduce_precision, which rounds nothing, for what its policy saves.
+_SAME_BYTES = {*jaxprs.IDENTITIES, "reshape", "squeeze", "pcast", "reduce_precision", "te_reverse_mode_only"}
 # What these return is what their jaxpr returns.
-_CALLS = frozenset((*CALLS, *CHECKPOINTS, "custom_jvp_call", "custom_vjp_call"))
+_CALLS = {*jaxprs.CALLS, *jaxprs.CHECKPOINTS, *jaxprs.CUSTOM_DERIVATIVES}
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,7 +71,8 @@ def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
             for before, var, out in zip(operands, eqn.invars, eqn.outvars, strict=True)
         ]
     marked = any(value.marked for value in operands)
-    for inner in map(_open, eqn.params.values()):
+    for value in eqn.params.values():
+        inner = jaxprs.opened(value)[0] if isinstance(value, ClosedJaxpr | Jaxpr) else None
         if inner is None or len(inner.outvars) != len(eqn.outvars):
             continue
         if name in _CALLS and len(inner.invars) == len(operands):
@@ -105,9 +95,3 @@ def _same_bytes(before: Any, after: Any) -> bool:
     # On Explicit meshes the result may be distributed otherwise: always where its shape is another.
     same_type = before.shape == after.shape and before.sharding == after.sharding
     return same_type or not before.sharding.mesh.explicit_axes
-
-
-def _open(value: Any) -> Jaxpr | None:
-    if isinstance(value, ClosedJaxpr):
-        return value.jaxpr
-    return value if isinstance(value, Jaxpr) else None
