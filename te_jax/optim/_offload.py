@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import optax
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from te_jax._core import jaxprs
 from te_jax._core.arguments import is_whole_number
 from te_jax.sharding import together
 
@@ -89,8 +89,8 @@ def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tu
     if jax.tree.structure(shape[1]) != structure:
         raise ValueError("the optimizer's new state has another structure than its old one: it cannot be offloaded")
     program = closed.jaxpr
-    values = dict(zip(program.constvars, closed.consts, strict=True))
-    values |= dict(zip(program.invars, [*jax.tree.leaves(arguments), *old], strict=True))
+    operands = (*closed.consts, *jax.tree.leaves(arguments), *old)
+    values = dict(zip((*program.constvars, *program.invars), operands, strict=True))
     count = len(program.outvars) - len(old)
     old_state = program.invars[len(program.invars) - len(old) :]
     waiting = {var for var, host in zip(old_state, hosted, strict=True) if host}
@@ -102,8 +102,9 @@ def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tu
     for place in range(-1, len(pieces) + 1):
         # The state of the piece before this one leaves, and that of the next comes: an array each way at a time, so
         # that both directions of the bus are busy.
-        leaves = [var for var in pieces[place - 1].results if var in leaving] if place > 0 else []
-        comes = pieces[place + 1].fetched if place + 1 < len(pieces) else ()
+        leaves = [var for var in pieces[place - 1].jaxpr.outvars if var in leaving] if place > 0 else []
+        comes = [v for v in pieces[place + 1].jaxpr.invars if v in waiting] if place + 1 < len(pieces) else []
+        waiting.difference_update(comes)
         for out, into in itertools.zip_longest(leaves, comes):
             begin = [*([values[out]] if out else []), *([stored[into]] if into else [])]
             begin, _ = together(begin, before)
@@ -115,9 +116,8 @@ def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tu
                 values[into] = jax.device_put(begin[-1], _DEVICE)
                 before.append(values[into])
         if 0 <= place < len(pieces):
-            piece = pieces[place]
-            found = piece.run([values[var] for var in piece.closed.jaxpr.invars])
-            values |= dict(zip(piece.results, found, strict=True))
+            found = jaxprs.run(pieces[place], values)
+            values |= dict(zip(pieces[place].jaxpr.outvars, found, strict=True))
 
     def result(var: Any, host: bool) -> Any:
         if host and isinstance(var, Var) and var in stored:
@@ -146,26 +146,11 @@ def _without_barriers(program: Jaxpr) -> Jaxpr:
     return program.replace(eqns=eqns, outvars=[read(atom) for atom in program.outvars])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """Those equations of a program that one parameter needs, and that no piece before has run.
-
-    Attributes:
-      closed: the equations.
-      results: what later pieces or the caller read.
-      fetched: what it reads that waits in host memory, and that no piece before has read.
-    """
-
-    closed: ClosedJaxpr
-    results: tuple[Var, ...]
-    fetched: tuple[Var, ...]
-
-    def run(self, operands: Sequence[Array]) -> Sequence[Array]:
-        return jaxpr_as_fun(self.closed)(*operands)
-
-
-def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[_Piece]:
+def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[ClosedJaxpr]:
     """A piece for each of the first `count` outputs, and one for what no other has needed.
+
+    Each has the equations that its outputs need and that no piece before has run. It returns what later pieces or the
+    caller read.
 
     Every further output belongs to the first piece at whose end all is there that it needs of what waits.
     """
@@ -173,11 +158,8 @@ def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[_Piece]:
     reads: list[set[Var]] = []  # of each equation, what it needs of what waits
 
     def read_by(atoms: Iterable[Any]) -> set[Var]:
-        found: set[Var] = set()
-        for atom in atoms:
-            if isinstance(atom, Var):
-                found |= reads[maker[atom]] if atom in maker else {atom} & waiting
-        return found
+        each = (reads[maker[var]] if var in maker else {var} & waiting for var in jaxprs.variables(atoms))
+        return set[Var]().union(*each)
 
     for eqn in program.eqns:
         reads.append(read_by(eqn.invars))
@@ -195,40 +177,24 @@ def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[_Piece]:
 
     run: set[int] = set()
 
-    def needed(outputs: Iterable[Any]) -> list[int]:
+    def needed(outputs: Iterable[Any]) -> list[Any]:
         """The equations that the outputs need and that have not run, in order."""
-        found: set[int] = set()
-        todo = list(outputs)
+        found, todo = [], jaxprs.variables(outputs)
         while todo:
-            atom = todo.pop()
-            place = maker.get(atom) if isinstance(atom, Var) else None
-            if place is not None and place not in found and place not in run:
-                found.add(place)
-                todo += program.eqns[place].invars
-        return sorted(found)
+            place = maker.get(todo.pop())
+            if place is not None and place not in run:
+                run.add(place)
+                found.append(place)
+                todo += jaxprs.variables(program.eqns[place].invars)
+        return [program.eqns[place] for place in sorted(found)]
 
-    parts: list[list[Any]] = []
-    for group in groups:
-        places = needed(group)
-        run |= set(places)
-        parts.append([program.eqns[place] for place in places])
-    last_read = {
-        var: number for number, eqns in enumerate(parts) for eqn in eqns for var in eqn.invars if isinstance(var, Var)
-    }
-    last_read |= {var: len(parts) for var in program.outvars if isinstance(var, Var)}
-    pieces: list[_Piece] = []
-    seen: set[Var] = set()
-    for number, eqns in enumerate(parts):
-        made = [var for eqn in eqns for var in eqn.outvars]
-        operands = {var: None for eqn in eqns for var in eqn.invars if isinstance(var, Var)}
-        operands = [var for var in operands if var not in set(made)]
-        results = tuple(var for var in made if last_read.get(var, -1) > number)
-        fetched = tuple(var for var in operands if var in waiting and var not in seen)
-        seen |= set(fetched)
-        names = program.debug_info.with_unknown_names()
-        jaxpr = program.replace(constvars=[], invars=operands, outvars=list(results), eqns=eqns, debug_info=names)
-        pieces.append(_Piece(ClosedJaxpr(jaxpr, ()), results, fetched))
-    return pieces
+    parts = list(map(needed, groups))
+    last_read = {v: number for number, eqns in enumerate(parts) for eqn in eqns for v in jaxprs.variables(eqn.invars)}
+    last_read |= dict.fromkeys(jaxprs.variables(program.outvars), len(parts))
+    return [
+        jaxprs.part(program, eqns, [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) > number])
+        for number, eqns in enumerate(parts)
+    ]
 
 
 def _nbytes(var: Any) -> int:
