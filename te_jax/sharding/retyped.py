@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from te_jax._core.jaxprs import CALLS, CHECKPOINTS
+from te_jax._core import jaxprs
 from te_jax.sharding.axes import varying_axes, varying_over
 
 
@@ -59,27 +59,21 @@ class _Retyped:
         """Whether devices draw by a key that they share."""
         return any(
             (eqn.primitive.name in _DRAWS and not self.batch_axes <= _axes(eqn.invars[0]))
-            or any(map(self._draws, _inner(eqn)))
+            or any(map(self._draws, jaxprs.inner(eqn)))
             for eqn in jaxpr.eqns
         )
 
     def call(self, jaxpr: Any, *operands: Any) -> list[Any]:
         """The results of a jaxpr; operands vary over the axes of their types in it, or over more."""
-        consts = jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
-        jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
+        values = jaxprs.Values(jaxpr, operands)
+        for eqn in values.jaxpr.eqns:
+            as_traced, arguments = functools.partial(_as_traced, values.jaxpr, eqn), values.read(eqn.invars)
             with eqn.ctx.manager:
-                results = self._apply(functools.partial(_as_traced, jaxpr, eqn), eqn, list(map(read, eqn.invars)))
-            values.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+                values.write(eqn, self._apply(as_traced, eqn, arguments))
+        return values.read(values.jaxpr.outvars)
 
     def _apply(self, as_traced: Callable[..., list[Any]], eqn: Any, arguments: list[Any]) -> Sequence[Any]:
-        name, inner = eqn.primitive.name, list(_inner(eqn))
+        name, inner = eqn.primitive.name, jaxprs.inner(eqn)
         if name in _DRAWS:
             arguments[0] = self._key_of_device(arguments[0])
         retyped = any(varying_axes(x) != _axes(atom) for x, atom in zip(arguments, eqn.invars, strict=True))
@@ -93,7 +87,7 @@ class _Retyped:
             return as_traced(*arguments)
         if name == "pvary":
             return [varying_over(arguments[0], _axes(eqn.outvars[0]))]
-        if name in ("custom_jvp_call", "custom_vjp_call"):
+        if name in jaxprs.CUSTOM_DERIVATIVES:
             return self._with_derivative(as_traced, eqn, arguments, axes)
         if name == "te_local_call":
             return eqn.params["again"](*_varying(arguments, axes))
@@ -115,14 +109,9 @@ class _Retyped:
             fold = jax.vmap(fold)
         return fold(key)
 
-    def _inlined(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
+    def _remade(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
         del axes
-        return self.call(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], *arguments)
-
-    def _checkpoint(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
-        del axes
-        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        return jax.checkpoint(functools.partial(self.call, eqn.params["jaxpr"]), **options)(*arguments)
+        return jaxprs.remade(eqn, functools.partial(self.call, jaxprs.called(eqn)), arguments)
 
     def _cond(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
         index, *operands = arguments
@@ -132,7 +121,7 @@ class _Retyped:
                 "is the maximum over all devices: use a recipe without a state there"
             )
         drawn = varying_axes(index) - _axes(eqn.invars[0])
-        if collective := next(filter(None, (_collective(each, drawn) for each in _inner(eqn))), None):
+        if collective := next(filter(None, (_collective(each, drawn) for each in jaxprs.inner(eqn))), None):
             raise ValueError(
                 f"a layer of apply_layers with fsdp draws the branch of lax.cond that it takes, on each device for its "
                 f"part of the batch, and a branch has a {collective} over {sorted(drawn)}, in which all devices take "
@@ -152,20 +141,15 @@ class _Retyped:
 
     def _scan(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
         del axes
-        if "ft_in" in eqn.params:  # from JAX 0.12 on
-            first, carried = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
-        else:
-            first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-        consts, carry, xs = arguments[:first], arguments[first : first + carried], arguments[first + carried :]
-        carry = self._settled(eqn.params["jaxpr"], consts, carry, xs)
+        (first, last), body = jaxprs.scan_parts(eqn), eqn.params["jaxpr"]
+        consts, carry, xs = arguments[:first], arguments[first:last], arguments[last:]
+        carry = self._settled(body, consts, carry, xs)
 
-        def body(carry: Any, xs: Any) -> Any:
-            results = self.call(eqn.params["jaxpr"], *consts, *carry, *xs)
-            return _like(results[:carried], carry), results[carried:]
+        def function(*operands: Any) -> list[Any]:
+            results, carried = self.call(body, *operands), operands[first:last]
+            return [*_like(results[: len(carried)], carried), *results[len(carried) :]]
 
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, carry, xs, **options)
-        return [*carry, *ys]
+        return jaxprs.remade(eqn, function, [*consts, *carry, *xs])
 
     def _while(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
         del axes
@@ -223,8 +207,7 @@ class _Retyped:
 
 _DRAWS = ("random_bits", "random_gamma")
 _FUNCTIONS: dict[str, Callable[[_Retyped, Any, list[Any], frozenset[str]], Sequence[Any]]] = {
-    **dict.fromkeys(CALLS, _Retyped._inlined),
-    **dict.fromkeys(CHECKPOINTS, _Retyped._checkpoint),
+    **dict.fromkeys((*jaxprs.CALLS, *jaxprs.CHECKPOINTS), _Retyped._remade),
     "cond": _Retyped._cond,
     "scan": _Retyped._scan,
     "while": _Retyped._while,
@@ -235,7 +218,7 @@ def _has_branches_of_devices(jaxpr: Jaxpr) -> bool:
     """Whether a branch that devices choose by their own values reads floats that they share."""
     return any(
         _is_branch_of_devices(eqn)
-        or (eqn.primitive.name in _FUNCTIONS and any(map(_has_branches_of_devices, _inner(eqn))))
+        or (eqn.primitive.name in _FUNCTIONS and any(map(_has_branches_of_devices, jaxprs.inner(eqn))))
         for eqn in jaxpr.eqns
     )
 
@@ -255,7 +238,7 @@ def _collective(jaxpr: Jaxpr, axes: frozenset[str]) -> str | None:
         shared = [name for name in (names if isinstance(names, tuple) else (names,)) if isinstance(name, str)]
         if axes.intersection(shared) and eqn.primitive.name not in ("pvary", "axis_index"):
             return eqn.primitive.name
-        if found := next(filter(None, (_collective(each, axes) for each in _inner(eqn))), None):
+        if found := next(filter(None, (_collective(each, axes) for each in jaxprs.inner(eqn))), None):
             return found
     return None
 
@@ -263,17 +246,7 @@ def _collective(jaxpr: Jaxpr, axes: frozenset[str]) -> str | None:
 def _as_traced(jaxpr: Jaxpr, eqn: Any, *arguments: Any) -> list[Any]:
     """The results of an equation of the jaxpr, for operands of the types that it had."""
     operands = {atom: x for atom, x in zip(eqn.invars, arguments, strict=True) if not isinstance(atom, Literal)}
-    names = jaxpr.debug_info.with_unknown_names()
-    part = jaxpr.replace(constvars=[], invars=list(operands), outvars=eqn.outvars, eqns=[eqn], debug_info=names)
-    return jaxpr_as_fun(ClosedJaxpr(part, ()))(*operands.values())
-
-
-def _inner(eqn: Any) -> Iterator[Jaxpr]:
-    """The jaxprs of an equation."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, ClosedJaxpr | Jaxpr):
-                yield each.jaxpr if isinstance(each, ClosedJaxpr) else each
+    return jaxprs.run(jaxprs.part(jaxpr, [eqn], eqn.outvars), operands)
 
 
 def _axes(atom: Any) -> frozenset[str]:
