@@ -32,14 +32,13 @@ from te_jax.native import extension
 from te_jax.ops import implementations
 from te_jax.recipe import Scaling
 
-gc.set_threshold(200_000, 50, 100)  # tracing makes many objects that stay: looking for cycles was a tenth of the time
+gc.set_threshold(100_000, 20, 50)  # tracing makes many objects that stay: looking for cycles was a tenth of the time
 compile_quickly()
 if not asks_for_devices():
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would multiply float32 in TF32
-jax.config.update("jax_traceback_in_locations_limit", 0)  # 5% of the time; tests/hlo reads where operations come from
 
 # Every shape is a compilation: few examples, and no deadline. Each run draws new ones; a failure is replayed from
 # hypothesis' own database, and printed.

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ _STATE = "default"
 _CHECKSUMS = "checksums.json"
 _STEP = "0|[1-9][0-9]*"
 _KEPT = 2
+_NEVER_AWAITED = "coroutine 'async_serialize"
 
 
 class Checkpoints:
@@ -192,11 +194,14 @@ def _silence_orbax() -> None:
     """Omits the tracebacks that orbax prints beside the one error that it raises, until this process ends.
 
     Its threads log the error of each array. Reads and writes that end after the first error find their event loop
-    closed, and tell Python so at any later time.
+    closed, and tell Python so at any later time, as do those that never began.
     """
 
     def is_of_others(record: logging.LogRecord) -> bool:
         return "orbax" not in Path(record.pathname).parts
+
+    def is_no_lost_write(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.getMessage()
 
     def report(unraisable: "sys.UnraisableHookArgs") -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
@@ -204,6 +209,8 @@ def _silence_orbax() -> None:
 
     hook, sys.unraisablehook = sys.unraisablehook, report
     logging.getLogger("absl").addFilter(is_of_others)
+    logging.getLogger("asyncio").addFilter(is_no_lost_write)
+    warnings.filterwarnings("ignore", _NEVER_AWAITED, RuntimeWarning)
 
 
 def _remove(path: Path) -> None:
