@@ -152,8 +152,8 @@ class Options:
     parameters: str = _option(
         "auto",
         "dtype of the parameters that the model reads; beside bfloat16 the optimizer keeps the other 16 bits of "
-        "float32 weights, and gradients and memory are smaller; auto is bfloat16 where activations are on a GPU, and "
-        "float32 on CPUs and for adapters",
+        "float32 weights, and gradients and memory are smaller; auto is bfloat16 on GPUs with activations in bfloat16, "
+        "and float32 elsewhere and for adapters",
         choices=("auto", "float32", "bfloat16"),
     )
     remat: bool | str = _option(

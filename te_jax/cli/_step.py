@@ -48,7 +48,7 @@ class StepMemory(NamedTuple):
 
 
 def bytes_on_a_device(arrays: Any) -> int:
-    """Those of a tree of arrays or their types that a device holds, without what is in host memory."""
+    """Bytes of a tree of arrays, or of their types, on a device; arrays in host memory do not count."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if leaf.sharding.memory_kind != "pinned_host"]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 

@@ -26,11 +26,11 @@ Implementation = Literal["native", "xla", "reference"]
 
 _MODULES = {"cpu": "te_jax._te_cpu", "cuda": "te_jax._te_cuda"}
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-# Of te_jax.ops.attention: XLA's own, and those of a package.
+# Targets that te_jax.ops.attention calls: XLA's own, and FlashAttention 3's, which it registers.
 _CUDNN_TARGETS = tuple(
     f"__cudnn$fmha{name}{direction}" for name in ("Softmax", "ScaleBiasSoftmax") for direction in ("", "Backward")
 )
-_FA3_TARGETS = tuple(f"te_jax_fa3_{kind}{direction}" for kind in ("", "varlen_") for direction in ("fwd", "bwd"))
+FA3_TARGETS = tuple(f"te_jax_fa3_{kind}{direction}" for kind in ("", "varlen_") for direction in ("fwd", "bwd"))
 _REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)"
 
 
@@ -346,5 +346,5 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
     JAX asks for it because custom calls promise no compatibility: run the program with the te_jax that exported it.
     """
-    of_attention = (*_CUDNN_TARGETS, *_FA3_TARGETS)
+    of_attention = (*_CUDNN_TARGETS, *FA3_TARGETS)
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (*register(), *of_attention)]

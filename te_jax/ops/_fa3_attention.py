@@ -21,6 +21,7 @@ from jax import Array
 
 from te_jax import native, sharding
 from te_jax.native import cuda_libraries
+from te_jax.native.extension import FA3_TARGETS
 from te_jax.ops._fused_attention import Masks, Operands, Segments, gradient_of_sinks, with_sinks
 
 _Type = tuple[tuple[int, ...], Any]
@@ -28,12 +29,8 @@ _Type = tuple[tuple[int, ...], Any]
 
 PACKAGE = "dew-flash-attn-cu13"
 MAX_HEAD_DIM = 256
-_VERSIONS = (0, 3)  # of the package: its handlers' operands are no public interface
-_HANDLERS = {
-    f"te_jax_fa3_{kind}{direction}": f"dew_flash3_mha_{kind}{direction}"
-    for kind in ("", "varlen_")
-    for direction in ("fwd", "bwd")
-}
+_KNOWN = "0.3"  # version of the package: its handlers' operands are no public interface
+_HANDLERS = {target: target.replace("te_jax_fa3_", "dew_flash3_mha_") for target in FA3_TARGETS}
 # The backward pass has scratch for rows of query, and up to so many more behind each sequence.
 _ROWS_OF_BLOCK = 128
 
@@ -97,9 +94,8 @@ def missing() -> str | None:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return f"FlashAttention 3 is not installed: {way_out}"
-    known = ".".join(map(str, _VERSIONS))
-    if tuple(map(int, version.split(".")[:2])) != _VERSIONS:
-        return f"{PACKAGE} is {version}, of which te_jax knows {known}: {way_out}=={known}.*"
+    if not version.startswith(f"{_KNOWN}."):
+        return f"{PACKAGE} is {version}, of which te_jax knows {_KNOWN}: {way_out}=={_KNOWN}.*"
     try:
         _register()
     except (AttributeError, OSError) as error:

@@ -11,7 +11,7 @@ import pytest
 from runs import plan_of
 
 from te_jax import ops, optim
-from te_jax.cli import _placement, _plan, _step, train
+from te_jax.cli import _memory, _placement, _plan, _step
 from te_jax.cli._options import Options
 from te_jax.cli._run_folder import RunFolder
 from te_jax.cli._text import Tokens
@@ -120,11 +120,11 @@ def test_layers_quantize_their_own_kernels_where_copies_would_not_fit(monkeypatc
     needed = learner.memory(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), windows))
     assert needed.kept > sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert needed.kernels == sum(leaf.nbytes for leaf in jax.tree.leaves(state.kernels))
-    monkeypatch.setattr(train, "_WORTH_ASKING", 0)  # an embedding is most of a small model
+    monkeypatch.setattr(_memory, "_WORTH_ASKING", 0)  # an embedding is most of a small model
     fitted = {}
     for present in (needed.total, int(needed.total / 0.94)):
         monkeypatch.setattr(_placement, "memory_of", lambda devices, present=present: present)
-        fitted[present] = train._fitted(plan, {"loss": learner}, data[0])["loss"]
+        fitted[present] = _memory.fitted(plan, {"loss": learner}, data[0])["loss"]
     small, large = fitted.values()
     assert large is learner
     assert "layers quantize their own kernels" in capsys.readouterr().err

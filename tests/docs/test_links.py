@@ -74,7 +74,7 @@ def test_what_is_broken_would_be_found(tmp_path):
 
 
 def test_the_index_links_every_page_and_notebook():
-    """Of benchmarks/lab/ the page of measurements links every page."""
+    """The page of measurements links those of benchmarks/lab/."""
     found = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/lab/*.md"), *NOTEBOOKS]
     pages = {page for page in found if page.name != "index.md"}
     assert pages <= {path for name in ("index", "measurements") for path, _ in links(ROOT / "docs" / f"{name}.md")}

@@ -96,7 +96,7 @@ NOT_FOR = {
     *((name, "mxfp8") for name in COLLECTIVE),
     *(("experts_mlp", name) for name in RECIPES if name != "block"),
 }
-# Of layers other than the dense one every second recipe, in turns.
+# Layers other than the dense one take turns: each has every second recipe.
 ROWS = [
     (name, recipe)
     for i, name in enumerate((*LAYERS, *GROUPED))
