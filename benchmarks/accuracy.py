@@ -32,10 +32,14 @@ import jax
 from benchmarks import harness
 
 VARIANTS = {
-    "bf16": (),
+    "bf16": ("--parameters", "float32"),
     "block": ("--recipe", "block"),
     "current": ("--recipe", "current"),
     "block_fp8_head": ("--recipe", "block", "--head-recipe", "block"),
+    "block_fp8_logits": (
+        *("--recipe", "block", "--head-recipe", "block", "--fp8-logits"),
+        *("--parameters", "bfloat16", "--optimizer-state", "bf16"),
+    ),
 }
 """Options of `te-jax train` by name; the first one is what the others are compared with."""
 
@@ -64,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--text", type=Path, required=True, help="folder of text.txt and tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, with 3 GB of checkpoints for each")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of these alone (all)")
     parser.add_argument("--seeds", type=int, default=2, help="seeds of each variant (2)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which runs stop (never)")
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of result files")
@@ -74,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process only asks which devices there are
     record = harness.environment(args.commit)
-    runs = [Run(variant, seed) for seed in range(args.seeds) for variant in VARIANTS]
+    runs = [Run(variant, seed) for seed in range(args.seeds) for variant in args.variants]
     options = ["--text", str(args.text / "text.txt"), "--tokenizer", str(args.text / "tokenizer.json"), *OPTIONS]
     folder = args.results / harness.slug(record["device"]["kind"]) / "accuracy"
     return train(runs, [*options, *args.options], args.out, folder, record, args.seconds)

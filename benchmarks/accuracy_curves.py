@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.accuracy import VARIANTS
 
 BASELINE = next(iter(VARIANTS))
-_COLORS = dict(zip(VARIANTS, ("#24292f", "#0969da", "#bc4c00", "#1a7f37"), strict=True))
+_COLORS = dict(zip(VARIANTS, ("#24292f", "#0969da", "#bc4c00", "#1a7f37", "#8250df"), strict=True))
 _MEAN_OF = 10  # points of a curve, for differences
 
 Runs = dict[tuple[str, int], dict[str, Any]]
