@@ -342,6 +342,8 @@ def run_depth(
 
     here = {name: program for name, program in programs.items() if isinstance(program, Program)}
     seconds, failed = _measured(here, timing)
+    for name, samples in seconds.items():  # what is cut short after this has shown it at least
+        _say(f"{case.name} {operation} {name}: {statistics.median(samples) * 1e3:.1f} ms")
     seconds |= {name: program.seconds for name, program in programs.items() if isinstance(program, Elsewhere)}
     result.skipped += [problem(case.name, operation, name, reason) for name, reason in failed.items()]
     for name in seconds:

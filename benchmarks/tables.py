@@ -90,7 +90,7 @@ WHOLE = (
     ("plain JAX; XLA recomputes some values by itself", "bf16"),
     ("… with the first moment in bfloat16, products with kernels kept", "bf16_dots_mu_bf16"),
     ("… and blocks recomputed from their inputs", "bf16_remat_mu_bf16"),
-    ("te_jax: blocks and head in FP8, bfloat16 parameters with int16 remainders, moments in bfloat16",
+    ("te_jax: blocks and head in FP8, FlashAttention 3, bfloat16 parameters with int16 remainders, moments in bfloat16",
      "te_jax_block_fp8_logits"),
     ("… with moments in FP8", "te_jax_block_fp8_moments"),
 )  # fmt: skip

@@ -255,6 +255,7 @@ def test_calls_are_those_of_jax(name, kv_heads, monkeypatch, rng):
     }[name]
     if name == "bias":
         arguments["bias"] = normal(rng, 1, 4, T, T, dtype="float16")
+    monkeypatch.setattr(_fa3_attention, "is_here", lambda: False)
     # JAX looks for cuDNN while it traces.
     monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_cudnn_version", lambda: 91300)
 
@@ -275,6 +276,7 @@ def test_calls_of_packed_segments_are_those_of_jax(window, monkeypatch, rng):
     arguments = draw(rng, kv_heads=2, dtype="bfloat16", s=T)
     monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_cudnn_version", lambda: 91300)
     monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(_fa3_attention, "is_here", lambda: False)
     lengths, offsets = jnp.full((B, 5), 2, jnp.int32), jnp.full((B, 6), 2, jnp.int32)
 
     def loss_by_jax(arguments):
