@@ -30,7 +30,7 @@ Role = Literal["activation", "kernel", "gradient"]
 Scaling = Literal["tensor", "row", "block_1x32", "block_1x128", "block_128x128"]
 Product = Literal["forward", "dgrad", "wgrad"]
 
-_PRODUCTS = ("forward", "dgrad", "wgrad")
+PRODUCTS: tuple[Product, ...] = ("forward", "dgrad", "wgrad")
 
 if not TYPE_CHECKING:  # which would take every name for one that the module has
 
@@ -95,14 +95,19 @@ class Recipe:
             raise ValueError("forward_dtype is float8_e5m2; no GPU multiplies E5M2 by E5M2: use float8_e4m3fn forward")
         fast = self.fast_accumulation
         known = isinstance(fast, Collection) and not isinstance(fast, str | bytes)
-        if not known or any(name not in _PRODUCTS for name in fast):
+        if not known or any(name not in PRODUCTS for name in fast):
             raise ValueError(
-                f"fast_accumulation is {fast!r}; it must be a tuple of names out of {_PRODUCTS}, () for none"
+                f"fast_accumulation is {fast!r}; it must be a tuple of names out of {PRODUCTS}, () for none"
             )
         object.__setattr__(
-            self, "fast_accumulation", tuple(name for name in _PRODUCTS if name in self.fast_accumulation)
+            self, "fast_accumulation", tuple(name for name in PRODUCTS if name in self.fast_accumulation)
         )
         object.__setattr__(self, "power_of_two_scales", as_flag("power_of_two_scales", self.power_of_two_scales))
+
+    @property
+    def by_product(self) -> dict[Product, Recipe | Fake | None]:
+        """The recipes of the three products."""
+        return dict.fromkeys(PRODUCTS, self)
 
     def quantization(self, role: Role) -> Quantization:
         """How tensors of a role are quantized.
@@ -326,7 +331,6 @@ class ProductRecipes(Recipe):
 
     @property
     def by_product(self) -> dict[Product, Recipe | Fake | None]:
-        """The recipes by product."""
         return {"forward": self.forward, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @property

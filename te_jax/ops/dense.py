@@ -16,22 +16,17 @@ from te_jax.ops.linear.arguments import (
     Operand,
     Shape,
     as_operand,
+    named_weights,
     split,
     state_axes,
     validate,
     validate_fp8,
     validate_plain,
 )
+from te_jax.ops.linear.codec import codecs_of, plain
 from te_jax.ops.linear.compared import left_plain, recipe_in_comparison
-from te_jax.ops.linear.local import (
-    PlainProducts,
-    local_products,
-    multiplied_as_it_is,
-    multiplied_in_fp8,
-)
-from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is, multiplied_in_fp8
 from te_jax.ops.linear.rule import traced
-from te_jax.ops.operands import as_array, one_for_each
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
@@ -137,51 +132,40 @@ def dense(
     """
     function = None if activation is None else Activation.ungated(activation)
     several = isinstance(kernel, tuple | list)
-    count = len(kernel) if isinstance(kernel, tuple | list) else 1
     x = as_operand("x", x)
-    kernels = {name: as_operand(name, value) for name, value in one_for_each("kernel", kernel, count, several)}
-    biases, accumulators = (
-        {name: None if a is None else as_array(name, a) for name, a in one_for_each(argument, values, count, several)}
-        for argument, values in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
-    )
-    states = dict(one_for_each("scaling_state", scaling_state, count, several))
+    weights = named_weights(kernel, bias, scaling_state, wgrad_accumulator)
     accumulate = as_flag("accumulate", accumulate)
-    contracting = contracting_ndim, kernel_contracting
     axis_names = state_axes(state_axis, recipe)
-    if not kernels:
-        raise ValueError("kernel is an empty tuple; pass one array at least")
-    for named_kernel, *others in zip(
-        kernels.items(), biases.items(), accumulators.items(), states.items(), strict=True
-    ):
-        shape = Shape.of(x, *named_kernel, *contracting)
-        bias_and_accumulator = others[0], others[1]
-        varying = sharding.varying_axes(x, named_kernel[1])
-        validate(x, *named_kernel, shape, *bias_and_accumulator, varying)
+    shapes = {
+        name: Shape.of(x, name, weight.kernel, contracting_ndim, kernel_contracting) for name, weight in weights.items()
+    }
+    for name, weight in weights.items():
+        validate(x, name, weight, shapes[name], sharding.varying_axes(x, weight.kernel))
         if recipe is None:
-            validate_plain(x, *named_kernel, *others[2])
+            validate_plain(x, name, weight)
         else:
-            validate_fp8(x, *named_kernel, shape, recipe, *others[2], kernel_contracting)
+            validate_fp8(x, name, weight, shapes[name], recipe, kernel_contracting)
     recipe, obstacle = recipe_in_comparison(
         recipe,
         lambda recipe: [
-            validate_fp8(x, *named, Shape.of(x, *named, *contracting), recipe, "scaling_state", None, contracting[1])
-            for named in kernels.items()
+            validate_fp8(x, name, weight, shapes[name], recipe, kernel_contracting) for name, weight in weights.items()
         ],
     )
-    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
-    operands = (*split(x), weights)
-    if recipe is not None or any(weight.accumulator is not None for weight in weights):
+    kernels = tuple(weight.kernel for weight in weights.values())
+    operands = (*split(x), tuple(weights.values()))
+    if recipe is not None or any(weight.accumulator is not None for weight in weights.values()):
         operands = reverse_mode_only(operands, _REVERSE_MODE)
     options: Any = {"contracting_ndim": int(contracting_ndim), "kernel_contracting": kernel_contracting}
+    options |= {"name": _NAME, "dtype": np.dtype(x.dtype), "batch_ndim": x.ndim - int(contracting_ndim)}
+    options["accumulate"] = accumulate
     if recipe is None:
         native.use_native(implementation, products=True)  # the same answer to a bad name as with a recipe
-        plain, _, weights = operands
-        layer = PlainProducts(name=_NAME, recipe=None, implementation="reference", accumulate=accumulate, **options)
-        ys = tuple(traced(multiplied_as_it_is, (layer, function), plain, weight) for weight in weights)
-        ys = left_plain(_NAME, ys, tuple(kernels.values()), obstacle)
+        layer = PlainProducts(codecs=plain(_NAME), **options)
+        as_it_is, _, each = operands
+        ys = tuple(traced(multiplied_as_it_is, (layer, function), as_it_is, weight) for weight in each)
+        ys = left_plain(_NAME, ys, kernels, obstacle)
     else:
-        options |= {"accumulate": accumulate, "state_axis": axis_names, "activation": function}
-        options |= {"name": _NAME, "batch_ndim": x.ndim - int(contracting_ndim)}
-        layer = local_products(recipe, implementation, np.dtype(x.dtype), **options)
+        codecs = codecs_of(_NAME, recipe, implementation)
+        layer = LocalProducts(codecs=codecs, state_axis=axis_names, activation=function, **options)
         ys = traced(multiplied_in_fp8, layer, *operands)
     return ys if several else ys[0]

@@ -11,21 +11,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from te_jax import native, sharding
 from te_jax._core import observe
 from te_jax._core.arguments import as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax.ops.grouped_dense import NAME, validate_kernel, validate_rows
-from te_jax.ops.linear.arguments import KernelContracting, implementation_for, with_gradient_through
+from te_jax.ops.grouped_dense import as_kernels, validate_kernel, validate_rows
+from te_jax.ops.linear.arguments import KernelContracting, named_weights
 from te_jax.ops.linear.gated import GatedMLP, gated
-from te_jax.ops.linear.grouped import REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts, problem_of
-from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.grouped import NAME, REVERSE_MODE, GatheredProducts, Groups, ScatteredProducts, grouped_codecs
 from te_jax.ops.linear.rule import traced
-from te_jax.ops.operands import as_array
+from te_jax.ops.linear.weight import Weight
 from te_jax.ops.permute import Permutation, permute_weights
-from te_jax.quantized import QuantizedArray, facts_of
+from te_jax.quantized import facts_of
 from te_jax.recipe import ProductRecipes, Recipe
 from te_jax.reference.activation import Activation
 
@@ -84,14 +84,8 @@ def experts_mlp(
     Raises:
       ValueError, NotImplementedError, NativeUnavailableError: as `grouped_dense`.
     """
-    kernels = tuple(
-        with_gradient_through(value) if isinstance(value, QuantizedArray) else as_array(f"kernel[{i}]", value)
-        for i, value in enumerate(kernel)
-    )
-    accumulators = tuple(
-        None if value is None else as_array(f"wgrad_accumulator[{i}]", value)
-        for i, value in enumerate(wgrad_accumulator)
-    )
+    layers = named_weights(kernel, None, None, wgrad_accumulator, as_kernels)
+    kernels = tuple(weight.kernel for weight in layers.values())
     count = x.shape[0] if permutation is None else permutation.choices.shape[0]
     rows: Any = jax.ShapeDtypeStruct((count, x.shape[-1]), x.dtype)
     gate, up, _ = kernels
@@ -102,23 +96,18 @@ def experts_mlp(
     validate_rows(recipe, rows)
     width = gate.shape[-1 if kernel_contracting == "first" else 1]
     hidden: Any = jax.ShapeDtypeStruct((rows.shape[0], width), x.dtype)
-    for i, (operand, one, accumulator) in enumerate(zip((rows, rows, hidden), kernels, accumulators, strict=True)):
-        named = (f"kernel[{i}]", one), ("bias", None), (f"wgrad_accumulator[{i}]", accumulator)
-        validate_kernel(operand, group_sizes, recipe, kernel_contracting, *named)
-    which = implementation_for(implementation, recipe, problem_of(recipe, rows, kernels), by_xla=False)
+    for operand, (name, weight) in zip((rows, rows, hidden), layers.items(), strict=True):
+        validate_kernel(operand, group_sizes, recipe, kernel_contracting, name, weight)
     static: Any = {
         "name": NAME,
-        "recipe": recipe,
-        "implementation": which,
-        "by_kernels": native.use_native(implementation),
+        "codecs": grouped_codecs(recipe, implementation, rows, kernels),
         "accumulate": as_flag("accumulate", accumulate),
         "kernel_contracting": kernel_contracting,
-        "dtype": x.dtype,
+        "dtype": np.dtype(x.dtype),
     }
     mlp = GatedMLP(GatheredProducts(**static), ScatteredProducts(**static), activation, "te_moe_preactivation")
-    layers = tuple(map(Weight, kernels, (None,) * 3, accumulators))
-    x, weights, layers = reverse_mode_only((x, weights, layers), REVERSE_MODE)
-    return traced(_multiplied, mlp, *sharding.varying_together((x, weights, layers, Groups(group_sizes, permutation))))
+    x, weights, each = reverse_mode_only((x, weights, tuple(layers.values())), REVERSE_MODE)
+    return traced(_multiplied, mlp, *sharding.varying_together((x, weights, each, Groups(group_sizes, permutation))))
 
 
 def _multiplied(mlp: GatedMLP, x: Array, weights: Array, layers: tuple[Weight, ...], groups: Groups) -> Array:

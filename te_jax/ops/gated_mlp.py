@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array, lax
 
 from te_jax import native, sharding
@@ -19,7 +20,7 @@ from te_jax.ops.linear.arguments import (
     Operand,
     Shape,
     as_operand,
-    means_of,
+    named_weights,
     sequence_padding,
     split,
     state_axes,
@@ -27,11 +28,12 @@ from te_jax.ops.linear.arguments import (
     validate_fp8,
     whole_blocks,
 )
+from te_jax.ops.linear.codec import codecs_of
 from te_jax.ops.linear.gated import GatedMLP, gated
 from te_jax.ops.linear.local import LocalProducts
-from te_jax.ops.linear.products import Weight, together
 from te_jax.ops.linear.rule import traced
-from te_jax.ops.operands import as_array, one_for_each
+from te_jax.ops.linear.weight import Weight, together
+from te_jax.ops.operands import one_for_each
 from te_jax.quantized import facts_of_recipe
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
@@ -107,52 +109,44 @@ def gated_mlp(
         "state_axis": state_axis,
         "implementation": implementation,
     }
-    several: dict[str, Any] = {"bias": bias, "wgrad_accumulator": wgrad_accumulator, "scaling_state": scaling_state}
-    each = {name: one_for_each(name, values, 3, True) for name, values in several.items()}
     in_two = observe.requested() is not None  # the rule of gated MLPs has no plain h to observe
     if recipe is None or in_two or isinstance(recipe, ProductRecipes) or _is_by_rows(recipe):
-        values = {name: [value for _, value in named] for name, named in each.items()}
+        several = {"bias": bias, "wgrad_accumulator": wgrad_accumulator, "scaling_state": scaling_state}
+        values = {name: [v for _, v in one_for_each(name, each, 3, True)] for name, each in several.items()}
         gate, up = dense(x, tuple(kernel[:2]), **{name: tuple(v[:2]) for name, v in values.items()}, **options)
         h = gated_activation(gate, up, activation)
         return dense(h, kernel[2], **{name: v[2] for name, v in values.items()}, **options)
 
-    x = as_operand("x", x)
-    kernels = {name: as_operand(name, value) for name, value in one_for_each("kernel", kernel, 3, True)}
-    biases, accumulators = (
-        {name: None if a is None else as_array(name, a) for name, a in each[argument]}
-        for argument in ("bias", "wgrad_accumulator")
-    )
-    states = dict(each["scaling_state"])
+    x, weights = as_operand("x", x), named_weights(kernel, bias, scaling_state, wgrad_accumulator)
     axis_names = state_axes(state_axis, recipe)
-    _, (up_name, up_kernel), (_, down) = kernels.items()
-    if kernels["kernel[0]"].shape != up_kernel.shape:
+    gate, up, down = (weight.kernel for weight in weights.values())
+    if gate.shape != up.shape:
         raise ValueError(
-            f"{up_name} has shape {up_kernel.shape}, but kernel[0] has {kernels['kernel[0]'].shape}; gate and up must "
-            "have the same"
+            f"kernel[1] has shape {up.shape}, but kernel[0] has {gate.shape}; gate and up must have the same"
         )
-    if up_kernel.ndim != 2 or down.ndim != 2:
+    if up.ndim != 2 or down.ndim != 2:
         raise ValueError(
-            f"kernel has shapes {[k.shape for k in kernels.values()]}; they must be [in, hidden], [in, hidden] and "
+            f"kernel has shapes {[k.shape for k in (gate, up, down)]}; they must be [in, hidden], [in, hidden] and "
             "[hidden, out], or with kernel_contracting='last' [hidden, in], [hidden, in] and [out, hidden]"
         )
-    (width,) = Shape.of(x, up_name, up_kernel, 1, kernel_contracting).outer
+    (width,) = Shape.of(x, "kernel[1]", up, 1, kernel_contracting).outer
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)
-    varying = sharding.varying_axes(x, tuple(kernels.values()))
-    named = zip(kernels.items(), biases.items(), accumulators.items(), states.items(), strict=True)
-    for operand, (named_kernel, named_bias, named_accumulator, named_state) in zip((x, x, hidden), named, strict=True):
-        shape = Shape.of(operand, *named_kernel, 1, kernel_contracting)
-        validate(operand, *named_kernel, shape, named_bias, named_accumulator, varying)
-        validate_fp8(operand, *named_kernel, shape, recipe, *named_state, kernel_contracting)
+    varying = sharding.varying_axes(x, (gate, up, down))
+    for operand, (name, weight) in zip((x, x, hidden), weights.items(), strict=True):
+        shape = Shape.of(operand, name, weight.kernel, 1, kernel_contracting)
+        validate(operand, name, weight, shape, varying)
+        validate_fp8(operand, name, weight, shape, recipe, kernel_contracting)
     layer = LocalProducts(
         name="te_jax.ops.gated_mlp",
-        **means_of(implementation, recipe),
+        codecs=codecs_of("te_jax.ops.gated_mlp", recipe, implementation),
+        dtype=np.dtype(x.dtype),
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axis_names,
         batch_ndim=x.ndim - 1,
         kernel_contracting=kernel_contracting,
     )
-    weights = tuple(map(Weight, *(some.values() for some in (kernels, biases, accumulators, states))))
-    return traced(_multiplied, (layer, activation), *reverse_mode_only((*split(x), weights), _REVERSE_MODE))
+    operands = reverse_mode_only((*split(x), tuple(weights.values())), _REVERSE_MODE)
+    return traced(_multiplied, (layer, activation), *operands)
 
 
 def _is_by_rows(recipe: Any) -> bool:
@@ -162,16 +156,16 @@ def _is_by_rows(recipe: Any) -> bool:
 def _multiplied(static: tuple[LocalProducts, Activation], x, x8, weights: tuple[Weight, ...]) -> Array:
     """The MLP of a batch in a form that FP8 products take, and back; see `dense`."""
     (layer, function), like = static, x if x8 is None else x8
-    recipe: Any = layer.recipe
+    block = layer.block_size
     batch, width = like.shape[:-1], like.shape[-1:]
     layout = layer.layout(like, weights[2].kernel)
-    if x8 is None and (padding := sequence_padding(batch, recipe, x)):
+    if x8 is None and (padding := sequence_padding(batch, block, x)):
         axis = len(batch) - 1
         y = _multiplied(static, sharding.padded(x, padding, axis), None, weights)
         return layout.apply(lax.slice_in_dim(y, 0, batch[-1], axis=axis))
     merged = batch
     if x8 is None:
-        merged = whole_blocks(batch, recipe) or (1,)
+        merged = whole_blocks(batch, block) or (1,)
         x = regrouped(x, (batch, width), (merged, width))
     layer = dataclasses.replace(layer, batch_ndim=len(merged))
     x, x8, weights = together((x, x8, weights))

@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from te_jax import native, sharding
@@ -18,6 +19,8 @@ from te_jax.ops.linear.arguments import (
     KernelContracting,
     Operand,
     as_operand,
+    named_weights,
+    of_kernel,
     split,
     state_axes,
     validate_kernel_contracting,
@@ -26,17 +29,16 @@ from te_jax.ops.linear.arguments import (
     with_gradient_through,
 )
 from te_jax.ops.linear.compared import left_plain, recipe_in_comparison
-from te_jax.ops.linear.grouped import REVERSE_MODE, Groups, grouped_products
-from te_jax.ops.linear.products import Products, Weight, together
+from te_jax.ops.linear.grouped import NAME, REVERSE_MODE, GroupedProducts, Groups, grouped_codecs
+from te_jax.ops.linear.products import Products
 from te_jax.ops.linear.rule import linear, traced
-from te_jax.ops.operands import as_array, one_for_each
+from te_jax.ops.linear.weight import Weight, together
+from te_jax.ops.operands import as_array
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.sharding import AxisName
 
 __all__ = ["grouped_dense"]
-
-NAME = "te_jax.ops.grouped_dense"
 
 
 # fmt: off
@@ -122,19 +124,8 @@ def grouped_dense(
       ([16.0, 0.0], [128.0, 0.0])
     """
     several = isinstance(kernel, tuple | list)
-    count = len(kernel) if isinstance(kernel, tuple | list) else 1
-    if not count:
-        raise ValueError("kernel is an empty tuple; pass one array at least")
     x, group_sizes = as_operand("x", x), as_array("group_sizes", group_sizes)
-    kernels = {
-        name: with_gradient_through(value) if isinstance(value, QuantizedArray) else as_array(name, value)
-        for name, value in one_for_each("kernel", kernel, count, several)
-    }
-    biases, accumulators = (
-        {name: None if a is None else as_array(name, a) for name, a in one_for_each(argument, values, count, several)}
-        for argument, values in (("bias", bias), ("wgrad_accumulator", wgrad_accumulator))
-    )
-    states = dict(one_for_each("scaling_state", scaling_state, count, several))
+    weights = named_weights(kernel, bias, scaling_state, wgrad_accumulator, as_kernels)
     accumulate = as_flag("accumulate", accumulate)
     axis_names = state_axes(state_axis, recipe)
     validate_rows(recipe, x)
@@ -148,31 +139,28 @@ def grouped_dense(
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape} and dtype {group_sizes.dtype}; it must be integers [experts]"
         )
-    for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
-        validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
-    for label, state in states.items():
-        fp8.validate_state(recipe, state, label)
 
-    def validate(recipe: Recipe) -> None:
+    def validate(recipe: Recipe | None) -> None:
         validate_rows(recipe, x)
-        for named in zip(kernels.items(), biases.items(), accumulators.items(), strict=True):
-            validate_kernel(x, group_sizes, recipe, kernel_contracting, *named)
+        for name, weight in weights.items():
+            validate_kernel(x, group_sizes, recipe, kernel_contracting, name, weight)
 
+    validate(recipe)
+    for name, weight in weights.items():
+        fp8.validate_state(recipe, weight.state, of_kernel(name, "scaling_state"))
     recipe, obstacle = recipe_in_comparison(recipe, validate)
-    layer = grouped_products(
-        recipe,
-        implementation,
-        x,
-        tuple(kernels.values()),
+    kernels = tuple(weight.kernel for weight in weights.values())
+    layer = GroupedProducts(
         name=NAME,
+        codecs=grouped_codecs(recipe, implementation, x, kernels),
+        dtype=np.dtype(x.dtype),
         accumulate=accumulate,
         state_axis=axis_names,
         kernel_contracting=kernel_contracting,
     )
-    weights = tuple(map(Weight, *(named.values() for named in (kernels, biases, accumulators, states))))
-    *rows, weights = reverse_mode_only((*split(x), weights), REVERSE_MODE)
-    ys = traced(_multiplied, layer, *together((*rows, Groups(group_sizes), weights)))
-    ys = left_plain(NAME, ys, tuple(kernels.values()), obstacle)
+    *rows, each = reverse_mode_only((*split(x), tuple(weights.values())), REVERSE_MODE)
+    ys = traced(_multiplied, layer, *together((*rows, Groups(group_sizes), each)))
+    ys = left_plain(NAME, ys, kernels, obstacle)
     return ys if several else ys[0]
 
 
@@ -181,6 +169,11 @@ def _multiplied(layer: Products, x, x8, groups: Groups, weights: tuple[Weight, .
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
+
+
+def as_kernels(name: str, value: Any) -> Any:
+    """Kernels [experts, …], which come quantized each by itself."""
+    return with_gradient_through(value) if isinstance(value, QuantizedArray) else as_array(name, value)
 
 
 def validate_rows(recipe: Any, x: Array | QuantizedArray) -> None:
@@ -202,11 +195,11 @@ def validate_kernel(
     group_sizes: Array,
     recipe: Recipe | None,
     kernel_contracting: KernelContracting,
-    named_kernel,
-    named_bias,
-    named_accumulator,
+    name: str,
+    weight: Weight,
 ) -> None:
-    (name, kernel), (bias_name, bias), (accumulator_name, accumulator) = named_kernel, named_bias, named_accumulator
+    kernel, bias, accumulator, _ = weight
+    bias_name, accumulator_name = of_kernel(name, "bias"), of_kernel(name, "wgrad_accumulator")
     validate_kernel_contracting(kernel_contracting)
     experts, inner, order = group_sizes.shape[0], x.shape[1], 1 if kernel_contracting == "first" else -1
     if kernel.ndim != 3 or kernel.shape[0] != experts or kernel.shape[1:][::order][0] != inner:

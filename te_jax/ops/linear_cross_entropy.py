@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
@@ -26,12 +27,13 @@ from te_jax.ops._quantize_kernels import shared_facts
 from te_jax.ops.gemm import gemm
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_accumulator
-from te_jax.ops.linear.arguments import KernelContracting, means_of
+from te_jax.ops.linear.arguments import KernelContracting
+from te_jax.ops.linear.codec import codecs_of, plain
 from te_jax.ops.linear.compared import compared
 from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
-from te_jax.ops.linear.products import Weight
+from te_jax.ops.linear.weight import Weight
 from te_jax.ops.operands import as_array
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.recipe import DelayedScaling, Product, Recipe, Role
 from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored
 from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals
@@ -174,8 +176,8 @@ def linear_cross_entropy(
     products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
     layer = None
     if recipe is not None:
-        means = means_of(implementation, recipe)
-        layer = LocalProducts(name=_NAME, kernel_contracting=kernel_contracting, **means)
+        codecs = codecs_of(_NAME, recipe, implementation)
+        layer = LocalProducts(name=_NAME, codecs=codecs, dtype=np.dtype(x.dtype), kernel_contracting=kernel_contracting)
     use_native = native.use_native(implementation)
     head = _Head(
         split,
@@ -266,6 +268,7 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
 
 def _validate_fp8(x: Array, recipe: Any, products: Any) -> tuple[Product, ...]:
     fp8.validate_recipe(recipe)
+    facts_of_recipe(recipe)  # which several recipes have not
     if isinstance(recipe, DelayedScaling):
         raise ValueError(f"recipe is {recipe!r}, whose state a loss does not take; use BlockScaling or CurrentScaling")
     known = isinstance(products, tuple | list | set | frozenset) and set(products) <= set(_PRODUCTS)
@@ -288,10 +291,10 @@ def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _H
         x = without_ignored(x, labels, loss.ignore_index)
         products = PlainProducts(
             name=_NAME,
-            recipe=None,
-            implementation="reference",
+            codecs=plain(_NAME),
+            dtype=np.dtype(x.dtype),
+            batch_ndim=x.ndim - 1,
             accumulate=head.accumulate,
-            contracting_ndim=1,
             kernel_contracting=head.kernel_contracting,
         )
         logits = multiplied_as_it_is((products, None), x, Weight(kernel, bias, accumulator))
@@ -619,17 +622,13 @@ class _Chunks:
             bias = None if bias is None else jnp.pad(bias, (0, self.padding))
         self.kernel, self.bias = kernel, bias
         self.kernel8: Any = None
-        by_product: dict[str, Any] = {"forward": "transposed", "dgrad": "data"}
-        if head.kernel_contracting == "last":
-            by_product = {"forward": "data", "dgrad": "transposed"}
-        copies = [copy for product, copy in by_product.items() if self._in_fp8(product)]
-        if copies:
-            how: Any = copies[0] if len(copies) == 1 else "both"
-            self.kernel8 = self._quantized("kernel", kernel, how)
+        if self._in_fp8("forward") or self._in_fp8("dgrad"):
+            self.kernel8 = self._quantized("kernel", kernel, self._in_fp8("forward"), self._in_fp8("dgrad"))
 
-    def _quantized(self, role: Role, x: Array, copies: Any) -> QuantizedArray:
-        with self.head.layer.observed_for(self.links):
-            return self.head.layer.copies_of(role, x, None, copies).array
+    def _quantized(self, role: Role, x: Array, first_copy: bool, second_copy: bool) -> QuantizedArray:
+        layer, copies = self.head.layer, {"first_copy": first_copy, "second_copy": second_copy}
+        with layer.observed_for(self.links):
+            return layer.in_fp8(layer.codecs[0], role, x, None, **copies).array
 
     def _in_fp8(self, product: Any) -> bool:
         """Whether a product is computed, and in FP8."""
@@ -691,7 +690,7 @@ class _Chunks:
         )
         if not (for_dgrad or for_wgrad):
             return plain, None
-        return plain, self._quantized("gradient", plain, copies)
+        return plain, self._quantized("gradient", plain, for_dgrad, for_wgrad)
 
     @property
     def _local_vocab(self) -> int:
@@ -700,7 +699,7 @@ class _Chunks:
     def _logits(self, x: Array) -> Array:
         head = self.head
         if head.in_fp8("forward"):
-            x8 = self._quantized("activation", x, "data")
+            x8 = self._quantized("activation", x, True, False)
             logits = head.layer.gemm("forward", x8, self.kernel8, bias=self.bias, out_dtype=self.dtype)
             return self._compared("forward", logits, functools.partial(self._plain_logits, x))
         return self._plain_logits(x)
@@ -744,7 +743,7 @@ class _Chunks:
             return {}
         order = 1 if head.vocab_axis else -1
         if head.in_fp8("wgrad"):
-            x8 = self._quantized("activation", x, "transposed")
+            x8 = self._quantized("activation", x, False, True)
             product = functools.partial(head.layer.gemm, "wgrad", *(x8, dlogits8)[::order])
         else:
             product = functools.partial(

@@ -29,6 +29,8 @@ from te_jax.ops.linear.arguments import (
     KernelContracting,
     Operand,
     as_operand,
+    named_weights,
+    of_kernel,
     recipes_of,
     split,
     validate_kernel_contracting,
@@ -36,17 +38,11 @@ from te_jax.ops.linear.arguments import (
     validate_parts,
     validate_quantized_x,
 )
-from te_jax.ops.linear.products import Weight, together
+from te_jax.ops.linear.codec import Codec, codecs_of
 from te_jax.ops.linear.rule import linear, traced
-from te_jax.ops.operands import as_array, one_for_each
+from te_jax.ops.linear.weight import Weight, together
 from te_jax.parallel._collective.call import CollectiveSpec
-from te_jax.parallel._collective.products import (
-    AllGatherProducts,
-    CollectivePerProduct,
-    CollectiveProducts,
-    ReduceScatterProducts,
-    collective_products,
-)
+from te_jax.parallel._collective.products import CollectiveProducts
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
 from te_jax.quantized import QuantizedArray, facts_of, facts_of_recipe, scale_shape
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe, Scaling
@@ -153,7 +149,7 @@ def all_gather_matmul(
     """
     several = isinstance(kernel, tuple | list)
     ys = _multiplied(
-        AllGatherProducts, ("gather_dimension", gather_dimension), x, kernel, bias, scaling_state, wgrad_accumulator,
+        True, ("gather_dimension", gather_dimension), x, kernel, bias, scaling_state, wgrad_accumulator,
         axis_name=axis_name, recipe=recipe, kernel_contracting=kernel_contracting, accumulate=accumulate,
         transport=transport, residual=residual, out_dtype=out_dtype, implementation=implementation,
     )  # fmt: skip
@@ -223,7 +219,7 @@ def matmul_reduce_scatter(
             "kernel is a tuple; matmul_reduce_scatter takes one, for its products have one sum: pass an array"
         )
     (y,) = _multiplied(
-        ReduceScatterProducts, ("scatter_dimension", scatter_dimension), x, kernel, bias, scaling_state,
+        False, ("scatter_dimension", scatter_dimension), x, kernel, bias, scaling_state,
         wgrad_accumulator,
         axis_name=axis_name, recipe=recipe, kernel_contracting=kernel_contracting, accumulate=accumulate,
         transport=transport, residual="shard", out_dtype=out_dtype, implementation=implementation,
@@ -232,7 +228,7 @@ def matmul_reduce_scatter(
 
 
 def _multiplied(
-    kind: type[CollectiveProducts],
+    gathers: bool,
     dimension: tuple[str, Any],
     x: Any,
     kernel: Any,
@@ -241,10 +237,10 @@ def _multiplied(
     wgrad_accumulator: Any,
     **options: Any,
 ) -> tuple[Array, ...]:
-    """The results of a layer whose products are of this kind; see `prepared` for options."""
+    """The results of a layer that gathers or scatters; see `prepared` for options."""
     x = as_operand("x", x)
     weights = named_weights(kernel, bias, scaling_state, wgrad_accumulator)
-    products, sizes = prepared(kind, dimension, x, weights, **options)
+    products, sizes = prepared(gathers, dimension, x, weights, **options)
     operands = canonical(products, x, tuple(weights.values()))
     operands = reverse_mode_only(operands, REVERSE_MODE.format(name=products.name))
     # shard_map does not run rules of derivatives with symbolic zeros outside of jit.
@@ -259,35 +255,12 @@ def outer_of(kernel_contracting: KernelContracting, kernel: Any) -> tuple[int, .
     return kernel.shape[1:] if kernel_contracting == "first" else kernel.shape[:-1]
 
 
-def _linear(
-    products: CollectiveProducts | CollectivePerProduct, x: Any, x8: Any, weights: tuple[Weight, ...]
-) -> tuple[Array, ...]:
+def _linear(products: CollectiveProducts, x: Any, x8: Any, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
     return linear(products, x, x8, weights, None)
 
 
-def named_weights(kernel: Any, bias: Any, scaling_state: Any, wgrad_accumulator: Any) -> dict[str, Weight]:
-    """The kernels of a layer with what belongs to them, by the names of their arguments."""
-    several = isinstance(kernel, tuple | list)
-    count = len(kernel) if isinstance(kernel, tuple | list) else 1
-    if not count:
-        raise ValueError("kernel is an empty tuple; pass one array at least")
-    kernels, biases, accumulators, states = (
-        one_for_each(name, values, count, several)
-        for name, values in (
-            ("kernel", kernel),
-            ("bias", bias),
-            ("wgrad_accumulator", wgrad_accumulator),
-            ("scaling_state", scaling_state),
-        )
-    )
-    arrays = ([None if a is None else as_array(label, a) for label, a in named] for named in (biases, accumulators))
-    operands = [as_operand(label, value) for label, value in kernels]
-    parts = zip(operands, *arrays, (state for _, state in states), strict=True)
-    return {label: Weight(*part) for (label, _), part in zip(kernels, parts, strict=True)}
-
-
 def prepared(
-    kind: type[CollectiveProducts],
+    gathers: bool,
     dimension: tuple[str, Any],
     x: Any,
     weights: dict[str, Weight],
@@ -300,11 +273,11 @@ def prepared(
     residual: Any,
     out_dtype: Any,
     implementation: native.Implementation | None,
-) -> tuple[CollectiveProducts | CollectivePerProduct, tuple[int, ...]]:
+) -> tuple[CollectiveProducts, tuple[int, ...]]:
     """(products for checked operands, the dimensions of results before those of the kernels' own).
 
     Args:
-      kind: of the products.
+      gathers: whether the layer gathers rows of x, or scatters sums.
       dimension: the name of the argument that says which dimension of x is gathered or scattered, and its value.
       x: an array, a QuantizedArray, or the shape and dtype of one.
       weights: by name.
@@ -319,43 +292,45 @@ def prepared(
     validate_residual(residual)
     axes, size = sharding.mapped_axes(axis_name)
     axis = _axis(*dimension, x)
-    gathers, length = kind is AllGatherProducts, x.shape[axis]
+    length = x.shape[axis]
     if not gathers and length % size:
         raise ValueError(
             f"x has shape {x.shape}; dimension {axis}, {dimension[0]}, must be a multiple of the {size} devices along "
             f"{axis_name!r}: pad it"
         )
     part = length if gathers else length // size
+    name = f"te_jax.parallel.{'all_gather_matmul' if gathers else 'matmul_reduce_scatter'}"
     lead, mid = x.shape[:axis], x.shape[axis + 1 : -1]
     _validate_operands(x, weights, recipe, kernel_contracting)
     spec = CollectiveSpec(
-        name="all_gather_matmul" if gathers else "matmul_reduce_scatter",
+        gathers=gathers,
         axis_name=axes,
         size=size,
         leading=math.prod(lead),
         rows=part * math.prod(mid),
         x_dtype=np.dtype(x.dtype),
         out_dtype=as_dtype("out_dtype is", x.dtype if out_dtype is None else out_dtype, FLOATS, FLOAT_NAMES),
-        implementation="reference",  # until `collective_products`
+        codec=Codec(name=name),
         transport=transport,
         residual=residual,
     )
     for one in [] if recipe is None else recipes_of(recipe):
-        of_one = dataclasses.replace(spec, recipe=one)
+        of_one = dataclasses.replace(spec, codec=dataclasses.replace(spec.codec, recipe=one))
         _validate_fp8(of_one, x, kernels, dimension[0], kernel_contracting)
-    for name, weight in weights.items():
-        _validate_state(recipe, axes, name.replace("kernel", "scaling_state"), weight.state)
+    for label, weight in weights.items():
+        _validate_state(recipe, axes, of_kernel(label, "scaling_state"), weight.state)
     _validate_split(spec, x, kernels)
-    products = collective_products(
-        kind,
-        recipe,
-        implementation,
-        spec,
-        name=f"te_jax.parallel.{spec.name}",
+    products = CollectiveProducts(
+        name=name,
+        codecs=codecs_of(name, recipe, implementation),
+        dtype=spec.x_dtype,
+        spec=spec,
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axes,
         kernel_contracting=kernel_contracting,
     )
+    if not products.shares("activation"):  # the gradients of kernels read another x than is gathered
+        products = dataclasses.replace(products, spec=dataclasses.replace(spec, residual="shard"))
     return products, (*lead, length * size if gathers else part, *mid)
 
 
@@ -402,22 +377,22 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_c
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}; no dimension may be 0: leave out the call")
     varying = sharding.varying_axes(x, tuple(kernels.values()))
-    for name, (kernel, bias, accumulator, _) in weights.items():
+    for name, weight in weights.items():
+        kernel = weight.kernel
         place, shape = (0, f"[{x.shape[-1]}, …]") if kernel_contracting == "first" else (-1, f"[…, {x.shape[-1]}]")
         if kernel.ndim < 2 or kernel.shape[place] != x.shape[-1]:
             raise ValueError(
                 f"{name} has shape {kernel.shape}; it must be {shape}, with the last dimension of x, which "
                 f"has shape {x.shape}, and at least one of its own"
             )
-        of_bias, of_accumulator = (name.replace("kernel", argument) for argument in ("bias", "wgrad_accumulator"))
-        outer = outer_of(kernel_contracting, kernel)
-        validate_parts(kernel, outer, (of_bias, bias), (of_accumulator, accumulator), varying)
+        validate_parts(name, weight, outer_of(kernel_contracting, kernel), varying)
 
 
 def _validate_fp8(
     spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str, kernel_contracting: KernelContracting
 ) -> None:
-    assert spec.recipe is not None
+    recipe = spec.codec.recipe
+    assert recipe is not None
     for name, kernel in kernels.items():
         for side, size in (("in", x.shape[-1]), ("out", math.prod(outer_of(kernel_contracting, kernel)))):
             if size % FP8_ALIGNMENT:
@@ -431,11 +406,11 @@ def _validate_fp8(
             f"multiple of {multiple}: pad them, or use CurrentScaling or RowwiseScaling"
         )
     if isinstance(x, QuantizedArray):
-        validate_quantized_x(x, spec.recipe, kernel_contracting, row_ndim=x.ndim - 1)
+        validate_quantized_x(x, recipe, kernel_contracting, row_ndim=x.ndim - 1)
         # Scales of rows and blocks travel with them; not so those of features, which the gradient of kernel reads.
         shared = x.scale_inv if spec.scaling.by_tensor else x.transposed_scale_inv if spec.scaling.by_row else None
         differing = sharding.varying_axes(shared) & set(spec.axis_name)
-        if spec.name == "all_gather_matmul" and differing:
+        if spec.gathers and differing:
             kind = "tensors" if spec.scaling.by_tensor else "features, of the transposed copy,"
             raise ValueError(
                 f"x has another scale on each device along {sorted(differing)}; scales of {kind} must agree: quantize "
@@ -449,7 +424,7 @@ def _validate_fp8(
                     f"{name} was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; "
                     f"quantize it with row_ndim={row_ndim}"
                 )
-            fp8.validate_quantized(name, kernel, spec.recipe, "kernel", read)
+            fp8.validate_quantized(name, kernel, recipe, "kernel", read)
 
 
 def _validate_state(recipe: Recipe | None, axes: tuple[str, ...], name: str, state: Any) -> None:
@@ -463,7 +438,7 @@ def _validate_state(recipe: Recipe | None, axes: tuple[str, ...], name: str, sta
 
 def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> None:
     """Where all devices had the same, a gather would repeat the rows of x, and a sum would have a product D times."""
-    parts = {"x": x} if spec.name == "all_gather_matmul" else {"x": x, **kernels}
+    parts = {"x": x} if spec.gathers else {"x": x, **kernels}
     for name, array in parts.items():
         sharding.validate_split(
             name, array, spec.axis_name, f"pass {name} split over these axes, or use te_jax.ops.dense"
@@ -473,7 +448,7 @@ def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> No
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def canonical(products: CollectiveProducts | CollectivePerProduct, x: Any, weights: tuple[Weight, ...]) -> Any:
+def canonical(products: CollectiveProducts, x: Any, weights: tuple[Weight, ...]) -> Any:
     """Operands as products take them: x, or what its gradient goes through; x in FP8, where it came so; and weights of
     kernels [K, N], or [N, K], whose biases [N] are float32, in which they are added and their gradients summed.
 
@@ -482,7 +457,7 @@ def canonical(products: CollectiveProducts | CollectivePerProduct, x: Any, weigh
     """
     spec, inner = products.spec, x.shape[-1]
     x, x8 = split(x)
-    rows = (spec.leading, spec.rows) if spec.name == "all_gather_matmul" else (spec.leading, spec.size, spec.rows)
+    rows = (spec.leading, spec.rows) if spec.gathers else (spec.leading, spec.size, spec.rows)
     x = None if x is None else x.reshape(*rows, inner)
     x8 = None if x8 is None else as_matrix(x8, math.prod(rows), inner)
     weights = tuple(_canonical_weight(weight, products.kernel_contracting) for weight in weights)

@@ -12,18 +12,22 @@ from te_jax import native, sharding
 from te_jax._core import observe
 from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax.ops.activation import gated_activation
-from te_jax.ops.linear.arguments import KernelContracting, Operand, as_operand, validate_kernel_contracting
+from te_jax.ops.linear.arguments import (
+    KernelContracting,
+    Operand,
+    as_operand,
+    named_weights,
+    validate_kernel_contracting,
+)
 from te_jax.ops.linear.gated import GatedMLP, gated
-from te_jax.ops.linear.products import Weight
 from te_jax.ops.linear.rule import traced
+from te_jax.ops.linear.weight import Weight
 from te_jax.ops.operands import one_for_each
-from te_jax.parallel._collective.products import AllGatherProducts, ReduceScatterProducts
 from te_jax.parallel.collective_matmul import (
     REVERSE_MODE,
     all_gather_matmul,
     canonical,
     matmul_reduce_scatter,
-    named_weights,
     prepared,
 )
 from te_jax.parallel.options import Residual, Transport
@@ -127,11 +131,11 @@ def gated_mlp(
         )
     options |= {"residual": residual, "out_dtype": None}
     pair = {name: weights[name] for name in ("kernel[0]", "kernel[1]")}
-    gate_up, rows = prepared(AllGatherProducts, ("dimension", dimension), x, pair, **options)
+    gate_up, rows = prepared(True, ("dimension", dimension), x, pair, **options)
     varying = sharding.tracked_axes(gate_up.spec.axis_name)
     hidden = jax.eval_shape(lambda: sharding.varying_over(jnp.zeros((*rows, width), x.dtype), varying))
     last = {"kernel[2]": down}
-    second, rows = prepared(ReduceScatterProducts, ("dimension", dimension), hidden, last, **options)
+    second, rows = prepared(False, ("dimension", dimension), hidden, last, **options)
     operands = canonical(gate_up, x, tuple(weights.values()))
     operands = reverse_mode_only(operands, REVERSE_MODE.format(name=_NAME))
     with jax.disable_jit(False):  # as for `all_gather_matmul`

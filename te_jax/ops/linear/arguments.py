@@ -7,6 +7,7 @@ import itertools
 import math
 import numbers
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,8 +18,9 @@ from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
 from te_jax.ops.implementations import fp8_implementation, unsupported
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_accumulator
-from te_jax.ops.operands import as_array, validate_quantized_array
-from te_jax.quantized import QuantizedArray, facts_of_recipe
+from te_jax.ops.linear.weight import Weight
+from te_jax.ops.operands import as_array, one_for_each, validate_quantized_array
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import (
     CurrentScaling,
     DelayedScaling,
@@ -57,6 +59,38 @@ def split(x: Array | QuantizedArray) -> tuple[Array | None, QuantizedArray | Non
     return x.straight_through, dataclasses.replace(x, straight_through=None)
 
 
+def named_weights(
+    kernel: Any,
+    bias: Any,
+    scaling_state: Any,
+    wgrad_accumulator: Any,
+    as_kernel: Callable[[str, Any], Any] = as_operand,
+) -> dict[str, Weight]:
+    """The kernels of a layer with what belongs to them, by the names of the kernels."""
+    several = isinstance(kernel, tuple | list)
+    count = len(kernel) if isinstance(kernel, tuple | list) else 1
+    if not count:
+        raise ValueError("kernel is an empty tuple; pass one array at least")
+    kernels, biases, accumulators, states = (
+        one_for_each(name, values, count, several)
+        for name, values in (
+            ("kernel", kernel),
+            ("bias", bias),
+            ("wgrad_accumulator", wgrad_accumulator),
+            ("scaling_state", scaling_state),
+        )
+    )
+    operands = [as_kernel(name, value) for name, value in kernels]
+    arrays = ([None if a is None else as_array(label, a) for label, a in named] for named in (biases, accumulators))
+    parts = zip(operands, *arrays, (state for _, state in states), strict=True)
+    return {name: Weight(*part) for (name, _), part in zip(kernels, parts, strict=True)}
+
+
+def of_kernel(name: str, argument: str) -> str:
+    """The name of what belongs to a kernel: "bias[1]" to "kernel[1]"."""
+    return name.replace("kernel", argument)
+
+
 def implementation_for(
     implementation: native.Implementation | None, recipe: Recipe, problem: str | None = None, *, by_xla: bool = True
 ) -> native.Implementation:
@@ -84,19 +118,6 @@ def implementation_for(
             f"recipe is {recipe!r}, and no FP8 product for it runs on {native.device_name()}: {error}. Use "
             f"{', or '.join(ways)}"
         ) from None
-
-
-def means_of(implementation: native.Implementation | None, recipe: Recipe | None) -> dict[str, Any]:
-    """Those attributes of `Products` that say by what a layer multiplies and quantizes.
-
-    Raises:
-      NativeUnavailableError: as `implementation_for`, before anything warns.
-    """
-    if recipe is None:
-        chosen = "native" if native.use_native(implementation, products=True) else "reference"
-    else:
-        chosen = implementation_for(implementation, recipe)
-    return {"recipe": recipe, "implementation": chosen, "by_kernels": native.use_native(implementation)}
 
 
 def recipes_of(recipe: Recipe) -> list[Recipe]:
@@ -174,15 +195,13 @@ class Shape(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- validation
 
 
-def validate(
-    x: Any, name: str, kernel: Any, shape: Shape, bias: Any, accumulator: Any, varying: frozenset[str]
-) -> None:
-    """`bias` and `accumulator` with their names; `varying`: the mesh axes over which x or the kernel varies."""
-    for label, array in (("x", x), (name, kernel)):
+def validate(x: Any, name: str, weight: Weight, shape: Shape, varying: frozenset[str]) -> None:
+    """`varying`: the mesh axes over which x or the kernel varies."""
+    for label, array in (("x", x), (name, weight.kernel)):
         _validate_float(label, array)
     if 0 in (*shape.inner, *shape.outer):
-        raise ValueError(f"{name} has shape {kernel.shape}; only the batch may be empty")
-    validate_parts(kernel, shape.outer, bias, accumulator, varying)
+        raise ValueError(f"{name} has shape {weight.kernel.shape}; only the batch may be empty")
+    validate_parts(name, weight, shape.outer, varying)
 
 
 def _validate_float(label: str, array: Any) -> None:
@@ -190,21 +209,20 @@ def _validate_float(label: str, array: Any) -> None:
         raise ValueError(f"{label} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
 
 
-def validate_parts(
-    kernel: Any, outer: tuple[int, ...], bias: tuple[str, Any], accumulator: tuple[str, Any], varying: frozenset[str]
-) -> None:
-    """Checks what belongs to a kernel, each with its name; for `varying` see `validate`."""
-    for (label, array), expected in ((bias, outer), (accumulator, _accumulator_shape(kernel, accumulator[1]))):
+def validate_parts(name: str, weight: Weight, outer: tuple[int, ...], varying: frozenset[str]) -> None:
+    """Checks what belongs to a kernel of that name; for `varying` see `validate`."""
+    kernel, bias, accumulator, _ = weight
+    shapes = outer, _accumulator_shape(kernel, accumulator)
+    for argument, array, expected in zip(("bias", "wgrad_accumulator"), (bias, accumulator), shapes, strict=True):
         if array is None:
             continue
-        _validate_float(label, array)
+        _validate_float(label := of_kernel(name, argument), array)
         if array.shape != expected:
             raise ValueError(
                 f"{label} has shape {array.shape}; for a kernel of shape {kernel.shape} it must be {expected}"
             )
-    label, array = accumulator
-    if array is not None:
-        validate_accumulator(label, array, varying)
+    if accumulator is not None:
+        validate_accumulator(of_kernel(name, "wgrad_accumulator"), accumulator, varying)
 
 
 def _accumulator_shape(kernel: Array | QuantizedArray, accumulator: Array | None) -> tuple[int, ...]:
@@ -215,19 +233,19 @@ def _accumulator_shape(kernel: Array | QuantizedArray, accumulator: Array | None
     return accumulator.shape if rows in itertools.accumulate(accumulator.shape, operator.mul) else kernel.shape
 
 
-def validate_plain(x: Any, name: str, kernel: Any, label: str, state: Any) -> None:
-    for operand, value in (("x", x), (name, kernel)):
+def validate_plain(x: Any, name: str, weight: Weight) -> None:
+    for operand, value in (("x", x), (name, weight.kernel)):
         if isinstance(value, QuantizedArray):
             raise ValueError(
                 f"recipe is None, but {operand} is a QuantizedArray; name its recipe or pass {operand}.dequantize()"
             )
-    if state is not None:
+    if weight.state is not None:
+        label = of_kernel(name, "scaling_state")
         raise ValueError(f"{label} is given, but recipe is None; only DelayedScaling has a state")
 
 
-def validate_fp8(
-    x: Any, name: str, kernel: Any, shape: Shape, recipe: Any, label: str, state: Any, kernel_contracting: Any
-) -> None:
+def validate_fp8(x: Any, name: str, weight: Weight, shape: Shape, recipe: Any, kernel_contracting: Any) -> None:
+    kernel = weight.kernel
     fp8.validate_recipe(recipe)
     if isinstance(recipe, ProductRecipes):
         validate_not_quantized("x", x, recipe)
@@ -250,7 +268,7 @@ def validate_fp8(
                 f"{name} was quantized as {kernel.row_ndim} rows and {kernel.col_ndim} cols, shape {kernel.shape}; in "
                 f"and out have sizes {shape.inner} and {shape.outer}: quantize it with that row_ndim"
             )
-    fp8.validate_state(recipe, state, label)
+    fp8.validate_state(recipe, weight.state, of_kernel(name, "scaling_state"))
 
 
 def validate_not_quantized(name: str, array: Any, recipe: ProductRecipes) -> None:
@@ -289,18 +307,14 @@ def quantization_of(recipe: Recipe, role: Role, kernel_contracting: KernelContra
     return dataclasses.replace(quantization, transposed_scaling=other.transposed_scaling)
 
 
-def sequence_padding(batch: tuple[int, ...], recipe: Recipe, x: Array) -> int:
+def sequence_padding(batch: tuple[int, ...], block: int, x: Array) -> int:
     """Tokens to append to every sequence, so that devices which split a batch of sequences cut no block."""
     symbolic = any(not isinstance(size, int) for size in batch)  # of jax.export
-    if symbolic or len(batch) < 2 or batch[-1] < _block_of(recipe) or not sharding.may_be_split(x):
+    if symbolic or len(batch) < 2 or batch[-1] < block or not sharding.may_be_split(x):
         return 0
-    return -batch[-1] % _block_of(recipe)
+    return -batch[-1] % block
 
 
-def _block_of(recipe: Recipe) -> int:
-    return max(facts_of_recipe(one).block_size for one in recipes_of(recipe))
-
-
-def whole_blocks(sizes: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+def whole_blocks(sizes: tuple[int, ...], block: int) -> tuple[int, ...]:
     """The group as it is, or as one dimension where blocks do not divide its last one."""
-    return (math.prod(sizes),) if len(sizes) > 1 and sizes[-1] % _block_of(recipe) else sizes
+    return (math.prod(sizes),) if len(sizes) > 1 and sizes[-1] % block else sizes

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax._core import observe
-from te_jax.ops.linear.products import Products, Weight, Wgrad
+from te_jax.ops.linear.products import Products, Wgrad
+from te_jax.ops.linear.weight import Weight
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product, Recipe
 from te_jax.sharding import Layout

@@ -1,8 +1,4 @@
-"""Operands of FP8 products: quantized, validated, kept for the backward pass, and observed by delayed scaling.
-
-A layer makes one `Fp8` of its static arguments. Its derivative rule quantizes every operand by `Fp8.quantize` and ends
-with `next_state`; a layer needs to know nothing else of recipes and scaling state.
-"""
+"""Recipes and quantized operands of layers, validated; and the state of delayed scaling."""
 
 from __future__ import annotations
 
@@ -16,85 +12,13 @@ from jax import Array, lax
 
 from te_jax import sharding
 from te_jax._core.arguments import kind_of
-from te_jax._core.derivatives import differentiated_once
-from te_jax.ops.linear.observed import observed
-from te_jax.ops.quantize import QuantizedParts, quantize_parts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScaling, DelayedScalingState, Product, Quantization, Recipe, Role
-from te_jax.reference.quantize import Copies, GroupAxes, amax_of_shards
+from te_jax.recipe import DelayedScaling, DelayedScalingState, Quantization, Recipe, Role
+from te_jax.reference.quantize import amax_of_shards
 
 Copy = Literal["data", "transposed"]
 ROLES: tuple[Role, ...] = ("activation", "kernel", "gradient")
 _LARGEST_GROWTH = 16.0  # E4M3 holds values at a sixteenth of its range with full precision, down to 2^-10 of the amax
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8:
-    """How a layer quantizes. Hashable, so that a layer is traced once.
-
-    Attributes:
-      name: of the public function, for errors.
-      recipe: of all operands.
-      by_kernels: whether native kernels quantize, as far as there are any.
-      state_axis: mesh axes over which the scaling state is the same, where JAX does not track that.
-    """
-
-    name: str
-    recipe: Recipe
-    by_kernels: bool
-    state_axis: sharding.Axes = ()
-
-    def is_fast(self, product: Product) -> bool:
-        """Whether the sums of a product may stay in the tensor cores."""
-        return product in self.recipe.fast_accumulation
-
-    def quantize(
-        self,
-        role: Role,
-        x: Array,
-        state: DelayedScalingState | None,
-        *,
-        row_ndim: int,
-        copies: Copies = "both",
-        quantization: Quantization | None = None,
-        amax_axis: GroupAxes | None = None,
-        with_dbias: bool = False,
-    ) -> QuantizedParts:
-        """x in FP8, its amax where scaling is delayed, and dbias where asked for.
-
-        Args:
-          role: of x.
-          x: plain, or a QuantizedArray, which is returned as it is.
-          state: of delayed scaling; None for other recipes.
-          row_ndim, copies, amax_axis, with_dbias: see `te_jax.ops.quantize`.
-          quantization: where it is not the role's own.
-        """
-        if isinstance(x, QuantizedArray):
-            return QuantizedParts(x, None, None)
-        amax = self.reference_amax(state, role)
-        parts = quantize_parts(
-            differentiated_once(x, self.name),
-            quantization or self.recipe.quantization(role),
-            row_ndim=row_ndim,
-            copies=copies,
-            amax=None if amax is None else differentiated_once(amax, self.name),
-            amax_axis=None if amax is not None else amax_axis,
-            with_amax=amax is not None,
-            with_dbias=with_dbias,
-            implementation=None if self.by_kernels else "reference",
-        )
-        return parts._replace(array=self.checked(observed(role, x, parts.array), state, role))
-
-    def reference_amax(self, state: DelayedScalingState | None, role: Role) -> Array | None:
-        """The amax from which a scale follows where scaling is delayed."""
-        if state is None:
-            return None
-        assert isinstance(self.recipe, DelayedScaling)
-        return self.recipe.reference_amax(_restored(getattr(state, role), state.uses))
-
-    def checked(self, x: QuantizedArray, state: DelayedScalingState | None, role: Role) -> QuantizedArray:
-        """x, which reads as NaN where its scale came from a state that steps cannot have made."""
-        return x if state is None else _nan_unless(_is_valid(state, role), x)
 
 
 def validate_recipe(recipe: Any) -> None:
@@ -192,7 +116,7 @@ def next_state(
     """
 
     def next_history(role: Role) -> Array:
-        history, amax = _restored(getattr(state, role), state.uses), amaxes.get(role)
+        history, amax = restored(getattr(state, role), state.uses), amaxes.get(role)
         if amax is None:
             return jnp.concatenate([history[:1] / _count(state.uses), history[1:]])
         more = sharding.varying_axes(amax) - sharding.varying_axes(history)
@@ -213,7 +137,7 @@ def _count(uses: Array) -> Array:
     return jnp.maximum(uses, 1.0)
 
 
-def _restored(history: Array, uses: Array) -> Array:
+def restored(history: Array, uses: Array) -> Array:
     is_newest = np.arange(history.shape[0]) == 0
     return history / lax.select(is_newest, jnp.ones_like(history), jnp.broadcast_to(_count(uses), history.shape))
 
@@ -252,8 +176,12 @@ def _is_valid(state: DelayedScalingState, role: Role) -> Array:
     return jnp.all((history >= 0) & (history < jnp.inf)) & (uses >= 0) & (uses == lax.floor(uses))
 
 
-def _nan_unless(valid: Array, x: QuantizedArray) -> QuantizedArray:
-    """x with scales of NaN, which reach all that is computed with it, unless valid."""
+def checked(x: QuantizedArray, state: DelayedScalingState | None, role: Role) -> QuantizedArray:
+    """x, with scales of NaN, which reach all that is computed with it, where its scale came from a state that steps
+    cannot have made."""
+    if state is None:
+        return x
+    valid = _is_valid(state, role)
 
     def scale(scale_inv: Array | None) -> Array | None:
         return None if scale_inv is None else jnp.where(valid, scale_inv, jnp.nan)

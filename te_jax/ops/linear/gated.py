@@ -17,10 +17,11 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
-from te_jax.ops.linear import rule
-from te_jax.ops.linear.products import Products, Weight
+from te_jax.ops.linear import fp8, rule
+from te_jax.ops.linear.products import Products
 from te_jax.ops.linear.rule import Layouts, gradients_of, has_gradient, named_amaxes
-from te_jax.quantized import QuantizedArray, facts_of_recipe
+from te_jax.ops.linear.weight import Weight
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Role
 from te_jax.reference.activation import Activation
 from te_jax.sharding import Layout
@@ -42,18 +43,18 @@ class GatedMLP:
     preactivation: str = "te_dense_preactivation"
 
     def use_native(self, x: Array) -> bool:
-        return self.down.by_kernels and x.size > 0
+        return self.down.codecs[0].by_kernels and x.size > 0
 
     def once(self, *operands: Array | None) -> Any:
         return not_differentiated(operands, self.down.once)
 
     def read_by(self, products: Products, role: Role, x: Any, weight: Weight) -> Any:
         """What an activation kernel has written, as the products read it; NaN where the state is not valid."""
-        x = products.fp8.checked(x, weight.state, role)
+        x = fp8.checked(x, weight.state, role)
         return products.quantize(role, x, None, None, second_copy=x.transposed is not None).array
 
     def reference_amax(self, weight: Weight, role: Role) -> Array | None:
-        return self.down.fp8.reference_amax(weight.state, role)
+        return self.down.codecs[0].reference_amax(weight.state, role)
 
 
 class _Residuals(NamedTuple):
@@ -101,7 +102,7 @@ def _multiplied(mlp: GatedMLP, x, x8, row_weights, weights, group, *, differenti
     gate, up = (checkpoint_name(a, mlp.preactivation) for a in (gate, up))
     reference_amax = mlp.reference_amax(weights[2], "activation")
     gate_, up_, row_weights = mlp.once(gate, up, row_weights)
-    request = mlp.down.request("activation", "data", with_amax=facts_of_recipe(mlp.down.fp8.recipe).by_tensor)
+    request = mlp.down.request("activation", "data", with_amax=mlp.down.codecs[0].facts.by_tensor)
     h8, h_amax, _ = activate_quantized(
         mlp.function, gate_, up_, reference_amax, request, mlp.use_native(gate), weights=row_weights
     )

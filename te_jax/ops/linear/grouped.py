@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from te_jax import native, sharding
@@ -21,15 +20,16 @@ from te_jax.ops._grouped_product import rows_in_groups
 from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs, grouped_native
 from te_jax.ops.linear.arguments import implementation_for
-from te_jax.ops.linear.per_product import PerProduct
+from te_jax.ops.linear.codec import Codec, Codecs, codecs_of
 from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.permute import Permutation, unpermute
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe, Role
+from te_jax.recipe import DelayedScalingState, Product, Recipe, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
 
+NAME = "te_jax.ops.grouped_dense"
 REVERSE_MODE = (
     "te_jax.ops.grouped_dense has first derivatives in reverse mode (jax.grad, jax.vjp) only: for forward mode "
     "(jax.jvp, jax.jacfwd) or second derivatives use te_jax.ops.ragged_dot with implementation='reference'"
@@ -48,67 +48,50 @@ class Groups(NamedTuple):
     permutation: Permutation | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedProducts(Products):
-    """Rows [rows, features]; kernels [groups, in, out], or [groups, out, in], are plain, or quantized each by itself.
-
-    Attributes:
-      dtype: of x.
-      fake: a recipe whose values products without one read.
-    """
-
-    dtype: np.dtype
-    fake: Recipe | None = None
+    """Rows [rows, features]; kernels [groups, in, out], or [groups, out, in], each of which is quantized by itself."""
 
     @property
     def once(self) -> str:
         return REVERSE_MODE
 
-    def quantize(
-        self, role, x, state, group: Groups, *, first_copy=True, second_copy, with_dbias=False
+    def in_fp8(
+        self, codec: Codec, role: Role, x, state, group: Groups, *, first_copy, second_copy, with_dbias=False
     ) -> QuantizedParts:
         if isinstance(x, QuantizedArray):
             return QuantizedParts(x, None, None)
-        if self.fake is not None:
-            return self._read_back(role, x, group, with_dbias, first_copy=first_copy, second_copy=second_copy)
+        is_transposed = (role == "kernel" and self.kernel_contracting == "first") == first_copy
+        copies: Copies = "both" if first_copy and second_copy else "transposed" if is_transposed else "data"
         if role == "kernel":
-            x = not_differentiated(x, self.once)
-            if self.recipe is None:
-                return QuantizedParts(x.astype(self.dtype), None, None)
-            is_transposed = (self.kernel_contracting == "first") == first_copy
-            one: Copies = "transposed" if is_transposed else "data"
-            return self._kernels(x, state, "both" if first_copy and second_copy else one)
-        dbias = self._sum_of_rows(x, group.sizes) if with_dbias else None
-        if self.recipe is None:
-            return QuantizedParts(not_differentiated(x, self.once), None, dbias)
-        copies: Copies = "both" if first_copy and second_copy else "data" if first_copy else "transposed"
-        return self._rows(role, x, state, group, copies)._replace(dbias=dbias)
+            return self._kernels(codec, not_differentiated(x, self.once), state, copies)
+        dbias = self.sum_of_rows(x, group) if with_dbias else None
+        return self._rows(codec, role, x, state, group, copies)._replace(dbias=dbias)
 
-    def _read_back(self, role: Role, x: Array, group: Groups, with_dbias: bool, **copies: bool) -> QuantizedParts:
-        """The values that FP8 codes stand for, of the one copy that is asked for."""
-        fake = dataclasses.replace(self, recipe=self.fake, fake=None, implementation="reference", by_kernels=False)
-        array = fake.quantize(role, x, None, group, **copies).array
-        dequantize = lambda x: dataclasses.replace(x, dtype=self.dtype).dequantize()  # noqa: E731
-        values: Any = (jax.vmap(dequantize) if role == "kernel" else dequantize)(array)
-        return QuantizedParts(values, None, self._sum_of_rows(x, group.sizes) if with_dbias else None)
+    def read_back(self, role: Role, array: QuantizedArray) -> Array:
+        read = functools.partial(super().read_back, role)
+        return jax.vmap(read)(array) if role == "kernel" else read(array)
 
-    def _kernels(self, kernels: Array, state: DelayedScalingState | None, copies: Copies) -> QuantizedParts:
+    def _kernels(
+        self, codec: Codec, kernels: Array, state: DelayedScalingState | None, copies: Copies
+    ) -> QuantizedParts:
         """Kernels in FP8. A state is one for all: they share its scale, and it observes the largest of them."""
-        parts = jax.vmap(lambda kernel: self.fp8.quantize("kernel", kernel, state, row_ndim=1, copies=copies))(kernels)
+        options: Any = {"copies": copies, "quantization": codec.quantization("kernel", self.kernel_contracting)}
+        parts = jax.vmap(lambda kernel: codec.quantize("kernel", kernel, state, row_ndim=1, **options))(kernels)
         return parts if parts.amax is None else parts._replace(amax=jnp.max(parts.amax, initial=0.0))
 
-    def _rows(self, role: Role, x: Array, state: Any, group: Groups, copies: Copies) -> QuantizedParts:
+    def _rows(self, codec: Codec, role: Role, x: Array, state: Any, group: Groups, copies: Copies) -> QuantizedParts:
         """Rows in FP8, zeros in rows of no group."""
         counts = jnp.arange(x.shape[0], dtype=jnp.int32) < rows_in_groups(group.sizes, x.shape[0])
         x = jnp.where(counts[:, None], x, jnp.zeros((), x.dtype))
-        quantization = self.quantization(role)
-        return self.fp8.quantize(role, x, state, row_ndim=1, copies=copies, quantization=quantization)
+        quantization = codec.quantization(role, self.kernel_contracting)
+        return codec.quantize(role, x, state, row_ndim=1, copies=copies, quantization=quantization)
 
     def plain(self) -> GroupedProducts:
-        return dataclasses.replace(self, recipe=None, fake=None)
+        return dataclasses.replace(self, codecs=self.plain_codecs)
 
-    def _sum_of_rows(self, dy: Array, sizes: Array) -> Array:
+    def sum_of_rows(self, dy: Array, group: Groups) -> Array:
         """Float32 [groups, out], as a product with ones, of as many columns as a GPU needs."""
+        sizes = group.sizes
         dy = not_differentiated(dy, self.once)
         columns = 1 if native.compute_capability() is None else 8
         ones = sharding.varying_over(jnp.ones((dy.shape[0], columns), dy.dtype), sharding.varying_axes(dy))
@@ -120,73 +103,57 @@ class GroupedProducts(Products):
             sizes,
             lhs_contracting="rows",
             out_dtype=jnp.float32,
-            implementation="reference" if problem else self.implementation,
+            implementation="reference" if problem else self.codec("dgrad").implementation,
         )[..., 0]
 
-    def gemm(self, lhs: Any, rhs: Any, group: Groups, **options: Any) -> Array:
-        return grouped_gemm(lhs, rhs, group.sizes, implementation=self.implementation, **options)
+    def gemm(self, product: Product, lhs: Any, rhs: Any, group: Groups, **options: Any) -> Array:
+        return grouped_gemm(lhs, rhs, group.sizes, implementation=self.codec(product).implementation, **options)
 
-    def forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
+    def _forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
         products = zip(kernel8s, (not_differentiated(bias, self.once) for bias in biases), strict=True)
         options: Any = {"rhs_contracting": "rows" if self.kernel_contracting == "first" else "cols"}
         options["out_dtype"] = self.dtype
-        ys = tuple(self.gemm(x8, kernel8, group, bias=bias, **options) for kernel8, bias in products)
+        ys = tuple(self.gemm("forward", x8, kernel8, group, bias=bias, **options) for kernel8, bias in products)
         return ys, x8, (None,) * len(ys)
 
-    def dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
+    def _dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
         """One product for two kernels, such as gate and up."""
         pairs = list(zip(dy8s, kernel8s, strict=True))
         options: Any = {"rhs_contracting": "cols" if self.kernel_contracting == "first" else "rows"}
         options["out_dtype"] = layout.dtype
         if len(pairs) == 2:
-            options["implementation"] = self.implementation
+            options["implementation"] = self.codec("dgrad").implementation
             return layout.apply(grouped_gemm_of_pairs(pairs[0], pairs[1], group.sizes, **options)), dy8s
         if pairs[1:]:
             options["out_dtype"] = jnp.float32
-        products = (self.gemm(dy8, kernel8, group, **options) for dy8, kernel8 in pairs)
+        products = (self.gemm("dgrad", dy8, kernel8, group, **options) for dy8, kernel8 in pairs)
         return layout.apply(functools.reduce(jnp.add, products)), dy8s
 
-    def wgrads(self, x8, dy8s, group: Groups):
-        product = functools.partial(self.gemm, group=group, lhs_contracting="rows")
+    def _wgrads(self, x8, dy8s, group: Groups):
+        product = functools.partial(self.gemm, "wgrad", group=group, lhs_contracting="rows")
         sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
         return tuple(Wgrad(functools.partial(product, *pair), pair) for pair in sides)
 
 
-class _PerProduct(PerProduct):
-    """A recipe for each of the products of `GroupedProducts`."""
-
-    @property
-    def once(self) -> str:
-        return REVERSE_MODE
-
-
-def grouped_products(
+def grouped_codecs(
     recipe: Recipe | None,
     implementation: native.Implementation | None,
     x: Array | QuantizedArray,
     kernels: tuple[Any, ...],
-    **options: Any,
-) -> GroupedProducts | PerProduct:
-    """The products of a layer.
-
-    Args:
-      recipe, implementation, x, kernels: of the layer.
-      **options: further attributes of `GroupedProducts`.
+) -> Codecs:
+    """The codecs of a layer with these operands.
 
     Raises:
       NativeUnavailableError: an implementation cannot run here.
     """
 
-    def of(recipe: Recipe | None, fake: Recipe | None = None) -> GroupedProducts:
+    def chosen(recipe: Recipe | None) -> native.Implementation:
         problem = problem_of(recipe, x, kernels)
         if recipe is not None:
-            chosen = implementation_for(implementation, recipe, problem, by_xla=False)
-        else:
-            chosen = "native" if grouped_native(implementation, problem) else "reference"
-        own = {"by_kernels": native.use_native(implementation), "dtype": x.dtype, "fake": fake}
-        return GroupedProducts(recipe=recipe, implementation=chosen, **own, **options)
+            return implementation_for(implementation, recipe, problem, by_xla=False)
+        return "native" if grouped_native(implementation, problem) else "reference"
 
-    return _PerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
+    return codecs_of(NAME, recipe, implementation, chosen)
 
 
 def problem_of(recipe: Recipe | None, x: Array | QuantizedArray, kernels: tuple[Any, ...]) -> str | None:
@@ -206,49 +173,48 @@ class _Tokens(NamedTuple):
 class GatheredProducts(GroupedProducts):
     """Products that take rows from tokens: gathered where they are quantized. What is kept are the tokens."""
 
-    def quantize(
-        self, role, x, state, group: Groups, *, first_copy=True, second_copy, with_dbias=False
-    ) -> QuantizedParts:
+    def in_fp8(self, codec: Codec, role: Role, x, state, group: Groups, **options) -> QuantizedParts:
         if role == "activation":
-            return QuantizedParts(_Tokens(x, _gathered(self, role, x, group, "data")), None, None)  # pyright: ignore
-        copies = {"first_copy": first_copy, "second_copy": second_copy}
-        return super().quantize(role, x, state, group, **copies, with_dbias=with_dbias)
+            rows = _gathered(self, codec, role, x, group, "data")
+            return QuantizedParts(_Tokens(x, rows), None, None)  # pyright: ignore[reportArgumentType]
+        return super().in_fp8(codec, role, x, state, group, **options)
 
-    def forward(self, x8: Any, kernel8s, biases, layouts, group: Groups, *, differentiated):
-        ys, _, preactivations = super().forward(
+    def _forward(self, x8: Any, kernel8s, biases, layouts, group: Groups, *, differentiated):
+        ys, _, preactivations = super()._forward(
             x8.rows, kernel8s, biases, layouts, group, differentiated=differentiated
         )
         return ys, _Tokens(x8.x, None), preactivations
 
-    def dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
-        dx, _ = super().dgrad(dy8s, kernel8s, group, Layout(layout.dtype))
+    def _dgrad(self, dy8s, kernel8s, group: Groups, layout: Layout):
+        dx, _ = super()._dgrad(dy8s, kernel8s, group, Layout(layout.dtype))
         return layout.apply(dx if group.permutation is None else unpermute(dx, group.permutation)), dy8s
 
-    def wgrads(self, x8: _Tokens, dy8s, group: Groups):
+    def _wgrads(self, x8: _Tokens, dy8s, group: Groups):
         # XLA would quantize x for the gradients at once, in the forward pass, and keep that too.
         dy8s, x = sharding.together(dy8s, x8.x)
-        return super().wgrads(_gathered(self, "activation", x, group, "transposed"), dy8s, group)
+        rows = _gathered(self, self.codec("wgrad"), "activation", x, group, "transposed")
+        return super()._wgrads(rows, dy8s, group)
 
 
 class ScatteredProducts(GroupedProducts):
     """Products that return rows to tokens, each the sum of its rows: their gradients are gathered."""
 
-    def quantize(
-        self, role, x, state, group: Groups, *, first_copy=True, second_copy, with_dbias=False
-    ) -> QuantizedParts:
+    def in_fp8(self, codec: Codec, role: Role, x, state, group: Groups, **options) -> QuantizedParts:
         if role == "gradient":
-            return QuantizedParts(_gathered(self, role, x, group, "both" if second_copy else "data"), None, None)
-        copies = {"first_copy": first_copy, "second_copy": second_copy}
-        return super().quantize(role, x, state, group, **copies, with_dbias=with_dbias)
+            copies: Copies = "both" if options["second_copy"] else "data"
+            return QuantizedParts(_gathered(self, codec, role, x, group, copies), None, None)
+        return super().in_fp8(codec, role, x, state, group, **options)
 
-    def forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
-        ys, h8, _ = super().forward(x8, kernel8s, biases, layouts, group, differentiated=differentiated)
+    def _forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
+        ys, h8, _ = super()._forward(x8, kernel8s, biases, layouts, group, differentiated=differentiated)
         if (permutation := group.permutation) is not None:
             ys = tuple(unpermute(y, permutation) for y in ys)
         return ys, h8, (None,) * len(ys)
 
 
-def _gathered(products: GroupedProducts, role: Role, x: Array, group: Groups, copies: Copies) -> QuantizedArray:
+def _gathered(
+    products: GroupedProducts, codec: Codec, role: Role, x: Array, group: Groups, copies: Copies
+) -> QuantizedArray:
     """The rows of groups in FP8, zeros in others; x [*tokens, features], or [rows, features] without a permutation."""
     if group.permutation is None:
         index = jnp.arange(x.shape[0], dtype=jnp.int32)
@@ -256,5 +222,5 @@ def _gathered(products: GroupedProducts, role: Role, x: Array, group: Groups, co
     else:
         index = group.permutation.choices // group.permutation.rows.shape[-1]
     x = not_differentiated(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), products.once)
-    use_native = products.implementation == "native" and x.size > 0 and index.size > 0
-    return quantize_rows(x, index, products.quantization(role), copies, use_native)
+    use_native = codec.implementation == "native" and x.size > 0 and index.size > 0
+    return quantize_rows(x, index, codec.quantization(role, products.kernel_contracting), copies, use_native)

@@ -13,7 +13,7 @@ from te_jax._core.arguments import is_whole_number
 from te_jax.ops.linear.arguments import whole_blocks
 from te_jax.ops.linear.observed import observed
 from te_jax.ops.quantize import quantize
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.recipe import Recipe
 from te_jax.reference.quantize import GroupAxes
 from te_jax.sharding import regrouped
@@ -75,7 +75,8 @@ def quantize_kernel(
         kernel.shape[stacked_ndim : stacked_ndim + row_ndim],
         kernel.shape[stacked_ndim + row_ndim :],
     )
-    after = whole_blocks(rows, recipe), whole_blocks(cols, recipe)
+    block = facts_of_recipe(recipe).block_size
+    after = whole_blocks(rows, block), whole_blocks(cols, block)
     links = observe.links_of([kernel])
 
     def quantized(kernel: Array, amax: Array | None) -> QuantizedArray:

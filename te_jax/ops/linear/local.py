@@ -15,17 +15,17 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax import native, sharding
-from te_jax._core.derivatives import not_differentiated
+from te_jax import sharding
 from te_jax.ops._activation_kernels import activated
 from te_jax.ops.gemm import gemm, gemm_sum
-from te_jax.ops.linear.arguments import Shape, means_of, sequence_padding, whole_blocks
-from te_jax.ops.linear.per_product import PerProduct
-from te_jax.ops.linear.products import Products, Weight, Wgrad, together
+from te_jax.ops.linear.arguments import Shape, sequence_padding, whole_blocks
+from te_jax.ops.linear.codec import plain
+from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.linear.rule import linear
+from te_jax.ops.linear.weight import Weight, together
 from te_jax.ops.quantize import QuantizedParts
-from te_jax.quantized import QuantizedArray, facts_of, facts_of_recipe
-from te_jax.recipe import Product, ProductRecipes, Recipe, Role
+from te_jax.quantized import QuantizedArray, facts_of
+from te_jax.recipe import Product
 from te_jax.reference.activation import Activation
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout, layout_of_product, regrouped, split_in_two
@@ -33,7 +33,7 @@ from te_jax.sharding import Layout, layout_of_product, regrouped, split_in_two
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalProducts(Products):
-    """Products in FP8.
+    """Products of which at least one is in FP8, or reads its values.
 
     Attributes:
       contracting_ndim: number of dimensions of x that are contracted.
@@ -49,30 +49,26 @@ class LocalProducts(Products):
 
     @property
     def gelu_is_fused(self) -> bool:
-        assert self.recipe is not None
-        return self.activation == Activation("gelu") and facts_of_recipe(self.recipe).by_tensor
+        codec = self.codec("forward")
+        return self.activation == Activation("gelu") and codec.in_fp8 and codec.facts.by_tensor
 
-    def quantize(
-        self, role, x, state=None, group=None, *, first_copy=True, second_copy, with_dbias=False
-    ) -> QuantizedParts:
+    @property
+    def block_size(self) -> int:
+        """The most values of a dimension that share a scale."""
+        return max(codec.facts.block_size for codec in self.codecs)
+
+    def in_fp8(self, codec, role, x, state, group=None, *, first_copy, second_copy, with_dbias=False):
         is_transposed = (role == "kernel" and self.kernel_contracting == "first") == first_copy
-        one: Copies = "transposed" if is_transposed else "data"
-        return self.copies_of(role, x, state, "both" if first_copy and second_copy else one, with_dbias=with_dbias)
-
-    def copies_of(self, role: Role, x: Any, state: Any, copies: Copies, *, with_dbias: bool = False) -> QuantizedParts:
-        """x in FP8 for the products of this layer; see `Fp8.quantize`."""
+        copies: Copies = "both" if first_copy and second_copy else "transposed" if is_transposed else "data"
         row_ndim = self.batch_ndim
         if role == "kernel":
             row_ndim = self.contracting_ndim if self.kernel_contracting == "first" else x.ndim - self.contracting_ndim
-        return self.fp8.quantize(
-            role,
-            x,
-            state,
-            row_ndim=row_ndim,
-            copies=copies,
-            quantization=self.quantization(role),
-            with_dbias=with_dbias,
-        )
+        quantization = codec.quantization(role, self.kernel_contracting)
+        options: Any = {"row_ndim": row_ndim, "copies": copies, "quantization": quantization}
+        return codec.quantize(role, x, state, **options, with_dbias=with_dbias)
+
+    def sum_of_rows(self, dy: Array, group: Any) -> Array:
+        return jnp.sum(dy.astype(jnp.float32), axis=tuple(range(self.batch_ndim)))
 
     def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout, ...]:
         return tuple(self.layout(x, kernel) for kernel in kernels)
@@ -90,8 +86,15 @@ class LocalProducts(Products):
 
     def gemm(self, product: Product, lhs: Any, rhs: Any, **options: Any) -> Any:
         """One of the three products: "forward" x · kernel, "dgrad" dy · kernelᵀ, "wgrad" xᵀ · dy or dyᵀ · x."""
-        fast, contracting = self.fp8.is_fast(product), self.contracting(product)
-        return gemm(lhs, rhs, fast_accumulation=fast, implementation=self.implementation, **contracting, **options)
+        codec, contracting = self.codec(product), self.contracting(product)
+        if codec.in_fp8:
+            options["fast_accumulation"] = codec.is_fast(product)
+        else:
+            sizes = {
+                "forward": self.contracting_ndim, "dgrad": lhs.ndim - self.batch_ndim, "wgrad": self.batch_ndim,
+            }  # fmt: skip
+            options["contracting_ndim"] = sizes[product]
+        return gemm(lhs, rhs, implementation=codec.implementation, **contracting, **options)
 
     def contracting(self, product: Product) -> dict[str, Any]:
         """Over which dimensions of both operands a product sums."""
@@ -101,7 +104,7 @@ class LocalProducts(Products):
             "rhs_contracting": "rows" if rows_summed else "cols",
         }
 
-    def forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated: bool):
+    def _forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated: bool):
         product = functools.partial(self._result, x8, keep=differentiated and self.gelu_is_fused)
         ys, preactivations = zip(*map(product, kernel8s, biases, layouts), strict=True)
         return ys, x8, preactivations
@@ -130,8 +133,8 @@ class LocalProducts(Products):
     def plain(self) -> PlainProducts:
         return PlainProducts(
             name=self.name,
-            recipe=None,
-            implementation="reference",
+            codecs=plain(self.name),
+            dtype=self.dtype,
             batch_ndim=self.batch_ndim,
             kernel_contracting=self.kernel_contracting,
             contracting_ndim=self.contracting_ndim,
@@ -148,16 +151,16 @@ class LocalProducts(Products):
             return dy
         return jax.vjp(functools.partial(activated, self.activation), preactivation)[1](dy)[0]
 
-    def dgrad(self, dy8s, kernel8s, group, layout: Layout):
-        pairs = list(zip(dy8s, kernel8s, strict=True))
-        if len(pairs) > 1 and facts_of(dy8s[0].scaling).native_blocks:
-            options: Any = {"out_dtype": layout.dtype, "implementation": self.implementation}
+    def _dgrad(self, dy8s, kernel8s, group, layout: Layout):
+        pairs, how = list(zip(dy8s, kernel8s, strict=True)), self.codec("dgrad")
+        if len(pairs) > 1 and how.in_fp8 and facts_of(dy8s[0].scaling).native_blocks:
+            options: Any = {"out_dtype": layout.dtype, "implementation": how.implementation}
             options["rhs_contracting"] = "rows" if self.kernel_contracting == "last" else "cols"
             return layout.apply(gemm_sum(pairs, **options)), dy8s
         products = (layout.apply(self.gemm("dgrad", *pair, out_dtype=layout.dtype)) for pair in pairs)
         return total(*products), dy8s
 
-    def wgrads(self, x8, dy8s, group=None):
+    def _wgrads(self, x8, dy8s, group=None):
         sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
         return tuple(Wgrad(functools.partial(self._wgrad, *pair), pair) for pair in sides)
 
@@ -180,98 +183,14 @@ def total(first: Array, *more: Array) -> Array:
     return functools.reduce(operator.add, (x.astype(jnp.float32) for x in (first, *more))).astype(first.dtype)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WideProducts(LocalProducts):
-    """Products in the dtype of x, beside others in FP8; `recipe` is None.
-
-    Attributes:
-      dtype: of x.
-      fake: a recipe whose values they read; None reads operands as they are.
-    """
-
-    dtype: np.dtype
-    fake: Recipe | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        return False
-
-    @property
-    def gelu_is_fused(self) -> bool:
-        return False
-
-    def quantize(
-        self, role, x, state=None, group=None, *, first_copy=True, second_copy, with_dbias=False
-    ) -> QuantizedParts:
-        x = not_differentiated(x, self.once)
-        dbias = jnp.sum(x.astype(jnp.float32), axis=tuple(range(self.batch_ndim))) if with_dbias else None
-        if self.fake is None:
-            return QuantizedParts(x.astype(self.dtype), None, dbias)  # pyright: ignore[reportArgumentType]
-        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(LocalProducts)}
-        layer = LocalProducts(**{**own, "recipe": self.fake, "implementation": "reference", "by_kernels": False})
-        array = layer.quantize(role, x, first_copy=first_copy, second_copy=second_copy).array
-        values = dataclasses.replace(array, dtype=self.dtype).dequantize()
-        return QuantizedParts(values, None, dbias)  # pyright: ignore[reportArgumentType]
-
-    def gemm(self, product: Product, lhs: Any, rhs: Any, **options: Any) -> Any:
-        sizes = {
-            "forward": self.contracting_ndim, "dgrad": lhs.ndim - self.batch_ndim, "wgrad": self.batch_ndim,
-        }  # fmt: skip
-        options |= {**self.contracting(product), "contracting_ndim": sizes[product]}
-        return gemm(lhs, rhs, implementation=self.implementation, **options)
-
-    def dgrad(self, dy8s, kernel8s, group, layout: Layout):
-        pairs = zip(dy8s, kernel8s, strict=True)
-        return total(*(layout.apply(self.gemm("dgrad", *pair, out_dtype=layout.dtype)) for pair in pairs)), dy8s
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalPerProduct(PerProduct):
-    """A recipe for each of the products of `LocalProducts`."""
-
-    @property
-    def contracting_ndim(self) -> int:
-        return self.layers[0].contracting_ndim
-
-    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout, ...]:
-        return self.layers[0].layouts(x, kernels)
-
-    def sized(self, batch_ndim: int, contracting_ndim: int) -> LocalPerProduct:
-        layers = tuple(layer.sized(batch_ndim, contracting_ndim) for layer in self.layers)
-        return dataclasses.replace(self, batch_ndim=batch_ndim, layers=layers)
-
-
-def local_products(
-    recipe: Recipe, implementation: native.Implementation | None, dtype: np.dtype, **options: Any
-) -> LocalProducts | LocalPerProduct:
-    """The products of a layer.
-
-    Args:
-      recipe, implementation: of the layer.
-      dtype: of x.
-      **options: further attributes of `LocalProducts`.
-
-    Raises:
-      NativeUnavailableError: an implementation cannot run here.
-    """
-
-    def of(recipe: Recipe | None, fake: Recipe | None = None) -> LocalProducts:
-        means = means_of(implementation, recipe)
-        if recipe is None:
-            return WideProducts(dtype=dtype, fake=fake, **means, **options)
-        return LocalProducts(**means, **options)
-
-    return LocalPerProduct.of(recipe, of) if isinstance(recipe, ProductRecipes) else of(recipe)
-
-
-def multiplied_in_fp8(layer: LocalProducts | LocalPerProduct, x, x8, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+def multiplied_in_fp8(layer: LocalProducts, x, x8, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
     """`linear` with groups of dimensions in forms that FP8 products take, and back."""
     like = x if x8 is None else x8
-    recipe: Any = layer.recipes if isinstance(layer, LocalPerProduct) else layer.recipe
+    block = layer.block_size
     shapes = [Shape.of(like, "kernel", w.kernel, layer.contracting_ndim, layer.kernel_contracting) for w in weights]
     layouts = layer.layouts(like, (weight.kernel for weight in weights))  # merging dimensions may gather what was split
     whole_batch, whole_inner, _ = shapes[0]
-    if x8 is None and (padding := sequence_padding(whole_batch, recipe, x)):
+    if x8 is None and (padding := sequence_padding(whole_batch, block, x)):
         axis = len(whole_batch) - 1
         ys = multiplied_in_fp8(layer, sharding.padded(x, padding, axis), None, weights)
         return tuple(
@@ -280,12 +199,12 @@ def multiplied_in_fp8(layer: LocalProducts | LocalPerProduct, x, x8, weights: tu
         )
     batch, inner = whole_batch, whole_inner
     if x8 is None:
-        batch, inner = (whole_blocks(sizes, recipe) or (1,) for sizes in (batch, inner))
+        batch, inner = (whole_blocks(sizes, block) or (1,) for sizes in (batch, inner))
         x = regrouped(x, (whole_batch, whole_inner), (batch, inner))
     order = 1 if layer.kernel_contracting == "first" else -1
 
     def merged(weight: Weight, shape: Shape) -> Weight:
-        kernel, bias, outer = weight.kernel, weight.bias, whole_blocks(shape.outer, recipe)
+        kernel, bias, outer = weight.kernel, weight.bias, whole_blocks(shape.outer, block)
         if not isinstance(kernel, QuantizedArray):
             kernel = regrouped(kernel, (shape.inner, shape.outer)[::order], (inner, outer)[::order])
         return weight._replace(
@@ -296,7 +215,7 @@ def multiplied_in_fp8(layer: LocalProducts | LocalPerProduct, x, x8, weights: tu
     x, x8, weights = together((x, x8, tuple(map(merged, weights, shapes))))
     ys: Any = linear(layer, x, x8, weights, None)
     return tuple(
-        layout.apply(regrouped(y, (batch, whole_blocks(shape.outer, recipe)), (whole_batch, shape.outer)))
+        layout.apply(regrouped(y, (batch, whole_blocks(shape.outer, block)), (whole_batch, shape.outer)))
         for y, layout, shape in zip(ys, layouts, shapes, strict=True)
     )
 
@@ -305,17 +224,13 @@ def multiplied_in_fp8(layer: LocalProducts | LocalPerProduct, x, x8, weights: tu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainProducts(Products):
-    """Products in the dtype of x, by XLA; for attributes see `LocalProducts`."""
+class PlainProducts(LocalProducts):
+    """Products in the dtype of x, by XLA."""
 
-    contracting_ndim: int
-
-    def quantize(
-        self, role, x, state=None, group=None, *, first_copy=True, second_copy=True, with_dbias=False
-    ) -> QuantizedParts:
+    def encoded(self, codec, role, x, state, group, **options) -> QuantizedParts:
         return QuantizedParts(x, None, None)
 
-    def forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated=True):
+    def _forward(self, x8, kernel8s, biases, layouts, group=None, *, differentiated=True):
         ys = tuple(self.product(x8, kernel) for kernel in kernel8s)
         return tuple(map(with_bias, ys, biases)), x8, (None,) * len(kernel8s)
 
@@ -325,19 +240,16 @@ class PlainProducts(Products):
         dims = (tuple(range(x.ndim - count, x.ndim)), tuple(range(first, first + count)))
         return sharding.dot(x, kernel.astype(x.dtype), dims, x.dtype)
 
-    def plain(self) -> PlainProducts:
-        return self
+    def _dgrad(self, dy8s, kernel8s, group, layout: Layout):
+        return total(*(layout.apply(self._dx(*pair)) for pair in zip(dy8s, kernel8s, strict=True))), dy8s
 
-    def dgrad(self, dy8s, kernel8s, group, layout: Layout):
-        return total(*(layout.apply(self._dgrad(*pair)) for pair in zip(dy8s, kernel8s, strict=True))), dy8s
-
-    def _dgrad(self, dy: Array, kernel: Array) -> Array:
+    def _dx(self, dy: Array, kernel: Array) -> Array:
         count = kernel.ndim - self.contracting_ndim
         first = self.contracting_ndim if self.kernel_contracting == "first" else 0
         dims = tuple(range(dy.ndim - count, dy.ndim)), tuple(range(first, first + count))
         return sharding.dot(dy, kernel.astype(dy.dtype), dims, dy.dtype)
 
-    def wgrads(self, x8, dy8s, group=None):
+    def _wgrads(self, x8, dy8s, group=None):
         return tuple(Wgrad(functools.partial(self._next_value, x8, dy), (x8, dy)) for dy in dy8s)
 
     def _next_value(

@@ -5,46 +5,25 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 from jax import Array
 
-from te_jax import native, sharding
+from te_jax import sharding
 from te_jax._core import observe
 from te_jax._core.derivatives import not_differentiated
 from te_jax.ops._quantize_kernels import Request
-from te_jax.ops.linear.arguments import KernelContracting, quantization_of
-from te_jax.ops.linear.fp8 import Copy, Fp8
+from te_jax.ops.linear.arguments import KernelContracting
+from te_jax.ops.linear.codec import READ_BY, Codec, Codecs
+from te_jax.ops.linear.fp8 import Copy
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Quantization, Recipe, Role
+from te_jax.recipe import PRODUCTS, Product, Quantization, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
-
-
-class Weight(NamedTuple):
-    """A kernel of a layer, plain or quantized, and what belongs to it: None for what is not there."""
-
-    kernel: Any
-    bias: Any = None
-    accumulator: Any = None
-    state: DelayedScalingState | None = None
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether there is anything that the gradient of the kernel can go to."""
-        if self.accumulator is not None or not isinstance(self.kernel, QuantizedArray):
-            return True
-        return self.kernel.straight_through is not None
-
-
-def together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
-    """Operands of a layer, which end with its weights, as `sharding.varying_together` has them, states as they are."""
-    *others, weights = operands
-    stateless = tuple(weight._replace(state=None) for weight in weights)
-    *others, stateless = sharding.varying_together((*others, stateless), axes)
-    return *others, tuple(w._replace(state=weight.state) for w, weight in zip(stateless, weights, strict=True))
 
 
 class Wgrad(NamedTuple):
@@ -59,17 +38,31 @@ class Wgrad(NamedTuple):
     operands: Any
 
 
+class Pair(NamedTuple):
+    """An operand that its two products read by codecs of their own; the second None where it is not needed."""
+
+    first: Any
+    second: Any
+
+
+def _first(operand: Any) -> Any:
+    return operand.first if isinstance(operand, Pair) else operand
+
+
+def _second(operand: Any) -> Any:
+    return operand.second if isinstance(operand, Pair) else operand
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Products(abc.ABC):
-    """How a layer quantizes and multiplies. Hashable, so that a layer is traced once.
+    """How a layer multiplies. Hashable, so that a layer is traced once.
 
     `group` is what products read beside their operands, such as the sizes of groups of rows. It has no gradient.
 
     Attributes:
       name: of the public function, for errors.
-      recipe: how operands are quantized; None multiplies them as they are.
-      implementation: of products.
-      by_kernels: whether native kernels quantize, as far as there are any. They run on more GPUs than native products.
+      codecs: how each product reads its operands.
+      dtype: of x.
       accumulate: whether accumulators are added to, or written over.
       state_axis: mesh axes over which scaling states are the same, where JAX does not track that.
       batch_ndim: number of dimensions of x before those that are contracted.
@@ -77,9 +70,8 @@ class Products(abc.ABC):
     """
 
     name: str
-    recipe: Recipe | None
-    implementation: native.Implementation
-    by_kernels: bool = False
+    codecs: Codecs
+    dtype: np.dtype
     accumulate: bool = True
     state_axis: sharding.Axes = ()
     batch_ndim: int = 1
@@ -100,17 +92,22 @@ class Products(abc.ABC):
 
     def differentiated_once(self, operands: Any) -> Any:
         """Operands of the backward pass, where no quantization lies before them."""
-        return not_differentiated(operands, self.once) if self.recipe is None else operands
+        return operands if all(codec.in_fp8 for codec in self.codecs) else not_differentiated(operands, self.once)
+
+    # ------------------------------------------------------------------------------------------------------- operands
+
+    def codec(self, product: Product) -> Codec:
+        return self.codecs[PRODUCTS.index(product)]
 
     @property
     def is_plain(self) -> bool:
         """Whether no operand is quantized."""
-        return self.recipe is None
+        return all(codec.recipe is None for codec in self.codecs)
 
-    @property
-    def fp8(self) -> Fp8:
-        assert self.recipe is not None
-        return Fp8(self.name, self.recipe, self.by_kernels, self.state_axis)
+    def shares(self, role: Role) -> bool:
+        """Whether both products that read an operand read one quantized array, or a plain one."""
+        first, second = map(self.codec, READ_BY[role])
+        return first == second and not first.is_read_back
 
     @property
     def dgrad_copy(self) -> Copy:
@@ -121,17 +118,8 @@ class Products(abc.ABC):
         """A context in which operands of the kernels with these links are quantized."""
         return observe.layer(self.name, links, self.dgrad_copy)
 
-    @abc.abstractmethod
     def quantize(
-        self,
-        role: Role,
-        x: Any,
-        state: Any,
-        group: Any,
-        *,
-        first_copy: bool = True,
-        second_copy: bool,
-        with_dbias: bool = False,
+        self, role: Role, x: Any, state: Any, group: Any, *, second_copy: bool, with_dbias: bool = False
     ) -> QuantizedParts:
         """An operand as products read it, its amax where scaling is delayed, and dbias where it is asked for.
 
@@ -140,31 +128,59 @@ class Products(abc.ABC):
           x: plain, or quantized, which is returned as it is.
           state: of delayed scaling, or None.
           group: see above.
-          first_copy: whether the copy is needed that the forward pass reads of x and of a kernel, and dgrad of dy.
           second_copy: whether the copy is needed that dgrad reads of a kernel, and wgrad of x and of dy.
           with_dbias: of a gradient, whether its sum over rows is asked for.
         """
+        first, second = map(self.codec, READ_BY[role])
+        encoded = functools.partial(self.encoded, role=role, x=x, state=state, group=group)
+        if self.shares(role):
+            return encoded(first, first_copy=True, second_copy=second_copy, with_dbias=with_dbias)
+        parts = encoded(first, first_copy=True, second_copy=False, with_dbias=with_dbias)
+        read = encoded(second, first_copy=False, second_copy=True).array if second_copy else None
+        return parts._replace(array=Pair(parts.array, read))  # pyright: ignore[reportArgumentType]
+
+    def encoded(
+        self, codec: Codec, role: Role, x: Any, state: Any, group: Any, *,
+        first_copy: bool, second_copy: bool, with_dbias: bool = False,
+    ) -> QuantizedParts:  # fmt: skip
+        """An operand by one codec."""
+        copies = {"first_copy": first_copy, "second_copy": second_copy}
+        if codec.in_fp8:
+            return self.in_fp8(codec, role, x, state, group, **copies, with_dbias=with_dbias)
+        x = not_differentiated(x, self.once)
+        dbias = self.sum_of_rows(x, group) if with_dbias else None
+        if codec.recipe is None:
+            return QuantizedParts(x.astype(self.dtype), None, dbias)
+        array = self.in_fp8(codec, role, x, None, group, **copies).array
+        return QuantizedParts(self.read_back(role, array), None, dbias)  # pyright: ignore[reportArgumentType]
+
+    def in_fp8(
+        self, codec: Codec, role: Role, x: Any, state: Any, group: Any, *,
+        first_copy: bool, second_copy: bool, with_dbias: bool = False,
+    ) -> QuantizedParts:  # fmt: skip
+        """An operand in FP8, with the copies that its first and its second product read."""
+        raise NotImplementedError
+
+    def read_back(self, role: Role, array: QuantizedArray) -> Array:
+        """The values that the codes of one copy stand for."""
+        del role
+        return dataclasses.replace(array, dtype=self.dtype).dequantize()
+
+    def sum_of_rows(self, dy: Any, group: Any) -> Array:
+        """The gradient of a bias from that of a plain result, float32."""
+        raise NotImplementedError
 
     def quantization(self, role: Role) -> Quantization:
-        assert self.recipe is not None
-        return quantization_of(self.recipe, role, self.kernel_contracting)
+        """How operands of products are quantized that share a codec."""
+        return self.codecs[0].quantization(role, self.kernel_contracting)
 
     def request(self, role: Role, copies: Copies, *, with_amax: bool, with_dbias: bool = False) -> Request:
-        """The arguments of a kernel that writes, in FP8, what these products multiply."""
+        """The arguments of a kernel that writes, in FP8, what such products multiply."""
         return Request(self.quantization(role), self.batch_ndim, copies, (), (), with_amax, with_dbias)
 
-    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout | None, ...]:
-        """Those of the results, from operands that are not quantized yet; None for as they come."""
-        del x
-        return tuple(None for _ in kernels)
-
-    @abc.abstractmethod
-    def forward(self, x8, kernel8s, biases, layouts, group, *, differentiated: bool) -> tuple[Any, Any, Any]:
-        """(ys, x as wgrad reads it, for each y what `before_activation` reads)."""
-
     def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
-        """What the backward pass reads of a quantized operand, None for nothing, with its name unless it is there
-        anyway."""
+        """What the backward pass reads of an operand, None for nothing, with its name unless it is there anyway."""
+        x = _second(x)
         if not isinstance(x, QuantizedArray):
             return x
         reads_data = role == "kernel" and self.dgrad_copy == "data"
@@ -173,9 +189,61 @@ class Products(abc.ABC):
             return None
         return x if is_argument else x.named(f"{self.prefix}_{role}")
 
+    def validate_x(self, x8: Any, trained: str) -> None:
+        """Checks that an x that came quantized has what the gradient of the kernel `trained` reads.
+
+        Raises:
+          ValueError: it has not.
+        """
+        if x8 is not None and x8.transposed is None:
+            raise ValueError(
+                f"x has no transposed copy, which the gradient with respect to {trained} reads; quantize it with "
+                "copies='both'"
+            )
+
+    # ------------------------------------------------------------------------------------------------------- products
+
+    @property
+    def plain_codecs(self) -> Codecs:
+        """For the same products of plain operands."""
+        forward, dgrad, wgrad = (dataclasses.replace(c, recipe=None, is_read_back=False) for c in self.codecs)
+        return forward, dgrad, wgrad
+
     @abc.abstractmethod
     def plain(self) -> Products:
         """The same products of operands that are not quantized, without activation."""
+
+    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout | None, ...]:
+        """Those of the results, from operands that are not quantized yet; None for as they come."""
+        del x
+        return tuple(None for _ in kernels)
+
+    def forward(self, x8, kernel8s, biases, layouts, group, *, differentiated: bool) -> tuple[Any, Any, Any]:
+        """(ys, x as wgrad reads it, for each y what `before_activation` reads)."""
+        kernels = tuple(map(_first, kernel8s))
+        ys, read, befores = self._forward(_first(x8), kernels, biases, layouts, group, differentiated=differentiated)
+        return ys, x8.second if isinstance(x8, Pair) else read, befores
+
+    def dgrad(self, dy8s, kernel8s, group, layout: Layout) -> tuple[Array, Any]:
+        """(dx, dys as wgrad reads them, None where it cannot). XLA drops dx where nobody asks for it."""
+        dx, read = self._dgrad(tuple(map(_first, dy8s)), kernel8s, group, layout)
+        return dx, tuple(dy.second if isinstance(dy, Pair) else r for dy, r in zip(dy8s, read, strict=True))
+
+    def wgrads(self, x8, dy8s, group) -> tuple[Wgrad, ...]:
+        """For each kernel."""
+        return self._wgrads(x8, tuple(map(_second, dy8s)), group)
+
+    @abc.abstractmethod
+    def _forward(self, x8, kernel8s, biases, layouts, group, *, differentiated: bool) -> tuple[Any, Any, Any]:
+        """`forward` of operands as that product reads them."""
+
+    @abc.abstractmethod
+    def _dgrad(self, dy8s, kernel8s, group, layout: Layout) -> tuple[Array, Any]:
+        """`dgrad` of operands as that product reads them."""
+
+    @abc.abstractmethod
+    def _wgrads(self, x8, dy8s, group) -> tuple[Wgrad, ...]:
+        """`wgrads` of operands as that product reads them."""
 
     def token_ndim(self, x: Array) -> int:
         """The number of dimensions of x, of a result or of their gradients that are tokens, and not features."""
@@ -190,26 +258,6 @@ class Products(abc.ABC):
         del preactivation
         return dy
 
-    @abc.abstractmethod
-    def dgrad(self, dy8s, kernel8s, group, layout: Layout) -> tuple[Array, Any]:
-        """(dx, dys as wgrad reads them, None where it cannot). XLA drops dx where nobody asks for it."""
-
-    @abc.abstractmethod
-    def wgrads(self, x8, dy8s, group) -> tuple[Wgrad, ...]:
-        """For each kernel."""
-
     def wgrad_sides(self, x8: Any, dy8: Any) -> tuple[Any, Any]:
         """(lhs, rhs) of the product that lies as the kernel."""
         return (x8, dy8) if self.kernel_contracting == "first" else (dy8, x8)
-
-    def validate_x(self, x8: Any, trained: str) -> None:
-        """Checks that an x that came quantized has what the gradient of the kernel `trained` reads.
-
-        Raises:
-          ValueError: it has not.
-        """
-        if x8 is not None and x8.transposed is None:
-            raise ValueError(
-                f"x has no transposed copy, which the gradient with respect to {trained} reads; quantize it with "
-                "copies='both'"
-            )

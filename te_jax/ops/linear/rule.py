@@ -25,7 +25,8 @@ from te_jax._core.derivatives import not_differentiated
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated
 from te_jax.ops.linear.compared import Observed, gradients_observed, results_observed
-from te_jax.ops.linear.products import Products, Weight, Wgrad
+from te_jax.ops.linear.products import Products, Wgrad
+from te_jax.ops.linear.weight import Weight
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import Layout
 

@@ -7,12 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from te_jax import native
 from te_jax._core.types import BLOCK
-from te_jax.ops.linear.fp8 import Fp8
+from te_jax.ops.linear.codec import Codec
 from te_jax.parallel.options import P2P, Residual, Ring
-from te_jax.quantized import Facts, facts_of_recipe
-from te_jax.recipe import Product, Recipe
+from te_jax.quantized import Facts
+from te_jax.recipe import Product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,49 +19,44 @@ class CollectiveSpec:
     """Hashable, so that a product is traced once.
 
     Attributes:
-      name: of the public function, for messages.
+      gathers: whether the layer gathers rows of x over the devices, or scatters sums of results.
       axis_name: the mesh axes of the devices, the first varying slowest.
       size: D, the number of devices along them.
       leading: A, the product of the dimensions before the one that is gathered or scattered.
       rows: R, the rows of one device: its part of that dimension times the dimensions between it and the last.
       x_dtype: of x, or of the array that a quantized x stands for.
       out_dtype: of the product, and of partial sums on their way.
-      implementation: of FP8 products.
-      by_kernels: whether native kernels quantize.
-      recipe: how operands are quantized; None multiplies them as they are.
+      codec: how the product reads its operands.
       transport: how devices exchange rows.
       residual: what is kept of x for the kernel's gradient: the "gathered" operand, or this device's "shard" of it.
       product: which of the layer's three products this is.
     """
 
-    name: str
+    gathers: bool
     axis_name: tuple[str, ...]
     size: int
     leading: int
     rows: int
     x_dtype: np.dtype
     out_dtype: np.dtype
-    implementation: native.Implementation
-    by_kernels: bool = False
-    recipe: Recipe | None = None
+    codec: Codec
     transport: Literal["auto", "xla"] | Ring | P2P = "auto"
     residual: Residual = "gathered"
     product: Product = "forward"
 
     @property
-    def scaling(self) -> Facts:
-        """The facts of the scaling of the lhs of all products."""
-        return facts_of_recipe(self.recipe)
+    def name(self) -> str:
+        """Of the function, in `te_jax.parallel`."""
+        return "all_gather_matmul" if self.gathers else "matmul_reduce_scatter"
 
     @property
-    def fp8(self) -> Fp8:
-        """How operands are quantized, where there is a recipe."""
-        assert self.recipe is not None
-        return Fp8(self.name, self.recipe, self.by_kernels, self.axis_name)
+    def scaling(self) -> Facts:
+        """The facts of the scaling of the lhs of all products."""
+        return self.codec.facts
 
     @property
     def fast_accumulation(self) -> bool:
-        return self.recipe is not None and self.fp8.is_fast(self.product)
+        return self.codec.is_fast(self.product)
 
     @property
     def blocks_span_shards(self) -> bool:
@@ -73,8 +67,7 @@ class CollectiveSpec:
     def p2p(self) -> P2P:
         return self.transport if isinstance(self.transport, P2P) else P2P()
 
-    def of(self, product: Product) -> CollectiveSpec:
+    def of(self, product: Product, codec: Codec) -> CollectiveSpec:
         """That of one of the three products."""
-        return dataclasses.replace(
-            self, product=product, out_dtype=self.out_dtype if product == "forward" else self.x_dtype
-        )
+        out_dtype = self.out_dtype if product == "forward" else self.x_dtype
+        return dataclasses.replace(self, product=product, codec=codec, out_dtype=out_dtype)

@@ -12,10 +12,11 @@ from jax import Array, lax
 from te_jax._core import observe
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops.gemm import gemm
+from te_jax.ops.linear.arguments import KernelContracting
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports.exchange import GemmOperand, all_gather, dot, quantized
 from te_jax.quantized import QuantizedArray, facts_of
-from te_jax.recipe import DelayedScalingState, Quantization, Role
+from te_jax.recipe import DelayedScalingState, Role
 
 
 class Sides(NamedTuple):
@@ -43,12 +44,11 @@ def sides_of(
     split: Literal["rows", "cols"],
     state: DelayedScalingState | None,
     *,
-    quantization: Quantization | None,
+    kernel_contracting: KernelContracting,
     by_rows: bool = True,
     by_cols: bool = True,
     gathered: bool = False,
     with_dbias: bool = False,
-    read_back: bool = False,
 ) -> Sides:
     """Quantizes an array where there is a recipe.
 
@@ -59,13 +59,13 @@ def sides_of(
       lead: the dimensions before the last as products read them.
       split: "rows" or "cols": which of the whole matrix are split over the devices.
       state: of delayed scaling, the same on all devices; None for other recipes.
-      quantization: of x; None without a recipe.
+      kernel_contracting: of the layer.
       by_rows, by_cols: which sides are needed.
       gathered: the rows of other devices are gathered: scales of columns then have to agree.
       with_dbias: whether the sum over rows is asked for.
-      read_back: whether products read, in the dtype of x, the values that FP8 codes stand for.
     """
-    if spec.recipe is None:
+    codec = spec.codec
+    if codec.recipe is None:
         dbias = jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) if with_dbias else None
         plain = GemmOperand(x.astype(spec.x_dtype).reshape(*lead, x.shape[-1]))
         return Sides(plain if by_rows else None, plain if by_cols else None, None, dbias)
@@ -74,17 +74,17 @@ def sides_of(
     transposed = by_cols and not transposed_later
     needed = ("data",) * by_rows + ("transposed",) * by_cols
     with observe.data_read_as(needed if transposed_later else ()):
-        x8, amax, dbias = spec.fp8.quantize(
+        x8, amax, dbias = codec.quantize(
             role,
             x if isinstance(x, QuantizedArray) else x.reshape(-1, x.shape[-1]),  # pyright: ignore[reportArgumentType]
             state,
             row_ndim=1,
             copies="both" if by_rows and transposed else "transposed" if transposed else "data",
-            quantization=quantization,
+            quantization=codec.quantization(role, kernel_contracting),
             amax_axis={split: spec.axis_name} if agreed else None,
             with_dbias=with_dbias,
         )
-    if read_back:
+    if codec.is_read_back:
         data, other = (
             None if values is None else _read_back(copy, spec, lead)
             for values, copy in ((x8.data, x8.without_transposed()), (x8.transposed, x8.without_data()))
@@ -193,7 +193,7 @@ def wgrad(
         out_dtype=out_dtype,
         accumulator=matrix,
         accumulate=accumulate,
-        fast_accumulation=spec.of("wgrad").fast_accumulation,
-        implementation=spec.implementation,
+        fast_accumulation=spec.fast_accumulation,
+        implementation=spec.codec.implementation,
     )
     return product if accumulator is None else product.reshape(accumulator.shape)

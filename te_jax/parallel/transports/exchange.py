@@ -156,7 +156,7 @@ def multiply(
         out_dtype=dtype,
         accumulator=None if accumulator is None else accumulator.reshape(-1, shape[2]),
         fast_accumulation=spec.fast_accumulation,
-        implementation=spec.implementation,
+        implementation=spec.codec.implementation,
     )
     return y.reshape(shape)
 
@@ -169,7 +169,7 @@ def sum_of_products(
         return multiply(spec, xs[0], kernels[0], bias=bias)
     if xs[0].scaling.native_blocks:
         pairs = [(quantized(x.merged(0)), quantized(kernel)) for x, kernel in zip(xs, kernels, strict=True)]
-        options: Any = {"rhs_contracting": "cols", "implementation": spec.implementation}
+        options: Any = {"rhs_contracting": "cols", "implementation": spec.codec.implementation}
         options["out_dtype"] = spec.out_dtype if bias is None else np.dtype(np.float32)
         y = gemm_sum(pairs, **options).reshape(*xs[0].data.shape[:2], -1)
         return with_bias(y, bias, spec.out_dtype)

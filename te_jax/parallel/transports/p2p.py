@@ -57,7 +57,7 @@ def is_worthwhile(
       xs, kernels: as of the transport's functions; one x where rows are gathered.
       gathers: whether rows are gathered; otherwise products are scattered.
     """
-    if spec.implementation != "native" or native.compute_capability() is None:
+    if spec.codec.implementation != "native" or native.compute_capability() is None:
         return False
     if sharding.unmapped_axes() or sharding.axes_without_devices(spec.axis_name):
         return False
@@ -257,7 +257,7 @@ def _call(spec: CollectiveSpec, function: str, arguments: tuple[Any, ...], resul
       results: what it returns, as shapes and dtypes.
       params: seconds, of multiplying on each device, for `_hides`; shared_bytes; static arguments of the function.
     """
-    if spec.implementation != "native":
+    if spec.codec.implementation != "native":
         raise native.NativeUnavailableError(
             "transport='p2p' is a kernel of te_jax's extension, which is not loaded or was not asked for: leave "
             "implementation=None where `te-jax doctor` finds the extension, or use transport='ring' or 'xla'"
