@@ -23,18 +23,17 @@ from te_jax._core.reverse_mode import reverse_mode_only
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops import _cross_entropy
 from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction, where_counted
-from te_jax.ops._quantize_kernels import shared_facts
-from te_jax.ops.gemm import gemm
+from te_jax.ops._quantize_kernels import Request, shared_facts
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated, validate_accumulator
-from te_jax.ops.linear.arguments import KernelContracting
-from te_jax.ops.linear.codec import codecs_of, plain
+from te_jax.ops.linear.arguments import KernelContracting, implementation_for
+from te_jax.ops.linear.codec import Codec, codecs_of
 from te_jax.ops.linear.compared import compared
-from te_jax.ops.linear.local import LocalProducts, PlainProducts, multiplied_as_it_is
+from te_jax.ops.linear.local import LocalProducts, multiplied_as_it_is
 from te_jax.ops.linear.weight import Weight
 from te_jax.ops.operands import as_array
 from te_jax.quantized import QuantizedArray, facts_of_recipe
-from te_jax.recipe import DelayedScaling, Product, Recipe, Role
+from te_jax.recipe import PRODUCTS, DelayedScaling, Product, ProductRecipes, Recipe, Role
 from te_jax.reference.linear_cross_entropy import loss_of_logits, without_ignored
 from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals
 from te_jax.sharding import AxisName
@@ -45,7 +44,6 @@ _REVERSE_MODE = (
     "only: for forward mode (jax.jvp, jax.jacfwd) or second derivatives use implementation='reference'"
 )
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-_PRODUCTS: tuple[Product, ...] = ("forward", "dgrad", "wgrad")
 
 _CHUNK_BYTES = 900_000_000
 """Of logits, twice as many with a recipe. From a chunk to the next the weight gradient is read and written once more,
@@ -173,22 +171,22 @@ def linear_cross_entropy(
         f"pass the device's shard of the vocabulary, by in_specs such as P(None, {vocab_axis!r}), or vocab_axis=None"
     )
     sharding.validate_split("kernel", kernel, split.vocab_axis, remedy, "vocab_axis")
-    products = () if recipe is None else _validate_fp8(x, recipe, fp8_products)
-    layer = None
-    if recipe is not None:
-        codecs = codecs_of(_NAME, recipe, implementation)
-        layer = LocalProducts(name=_NAME, codecs=codecs, dtype=np.dtype(x.dtype), kernel_contracting=kernel_contracting)
-    use_native = native.use_native(implementation)
-    head = _Head(
-        split,
-        kernel_contracting,
-        layer,
-        products,
-        use_native,
-        "native" if use_native and native.use_native(None, products=True) else "reference",
-        None if chunk_tokens is None else int(chunk_tokens),
-        as_flag("accumulate", accumulate),
+    recipes = None if recipe is None else _recipes(x, recipe, fp8_products)
+    by_kernels = native.use_native(implementation)
+
+    def chosen(recipe: Recipe | None) -> native.Implementation:
+        if recipe is not None:
+            return implementation_for(implementation, recipe)
+        return "native" if by_kernels and native.use_native(None, products=True) else "reference"
+
+    layer = LocalProducts(
+        name=_NAME,
+        codecs=codecs_of(_NAME, recipes, implementation, chosen),
+        dtype=np.dtype(x.dtype),
+        accumulate=as_flag("accumulate", accumulate),
+        kernel_contracting=kernel_contracting,
     )
+    head = _Head(split, layer, None if chunk_tokens is None else int(chunk_tokens))
     operands = (x, kernel, bias, accumulator, weight)
     if head.in_chunks:
         operands = reverse_mode_only(operands, _REVERSE_MODE)
@@ -201,29 +199,34 @@ class _Head:
     """The static arguments, together: hashable, so that a head is traced once."""
 
     loss: Loss
-    kernel_contracting: KernelContracting
-    layer: Any  # LocalProducts; None without a recipe
-    fp8_products: tuple[Product, ...]
-    use_native: bool  # what is no product
-    implementation: native.Implementation  # of products without FP8 that add to an accumulator
+    layer: LocalProducts
     chunk_tokens: int | None
-    accumulate: bool
 
     @property
     def kernel_dimensions(self) -> str:
-        return "h v" if self.kernel_contracting == "first" else "v h"
+        return "h v" if self.layer.kernel_contracting == "first" else "v h"
 
     @property
     def vocab_axis(self) -> int:
-        return 1 if self.kernel_contracting == "first" else 0
+        return 1 if self.layer.kernel_contracting == "first" else 0
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether native kernels compute what is no product."""
+        return self.layer.codecs[0].by_kernels
+
+    @property
+    def codec(self) -> Codec | None:
+        """Of the products in FP8, if there are any."""
+        return next((codec for codec in self.layer.codecs if codec.in_fp8), None)
 
     @property
     def in_chunks(self) -> bool:
         """Whether tokens are taken in chunks, by rules of derivatives of its own."""
-        return self.use_native or self.layer is not None
+        return self.by_kernels or self.codec is not None
 
     def in_fp8(self, product: Product) -> bool:
-        return product in self.fp8_products
+        return self.layer.codec(product).in_fp8
 
 
 def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, reduction) -> None:
@@ -266,20 +269,21 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
     _cross_entropy.validate_labels("x", x.shape, labels, reduction)
 
 
-def _validate_fp8(x: Array, recipe: Any, products: Any) -> tuple[Product, ...]:
+def _recipes(x: Array, recipe: Any, products: Any) -> Recipe:
+    """Those of the three products."""
     fp8.validate_recipe(recipe)
     facts_of_recipe(recipe)  # which several recipes have not
     if isinstance(recipe, DelayedScaling):
         raise ValueError(f"recipe is {recipe!r}, whose state a loss does not take; use BlockScaling or CurrentScaling")
-    known = isinstance(products, tuple | list | set | frozenset) and set(products) <= set(_PRODUCTS)
+    known = isinstance(products, tuple | list | set | frozenset) and set(products) <= set(PRODUCTS)
     if not known or not products:
-        raise ValueError(f"fp8_products is {products!r}; it must be a tuple of one or more names out of {_PRODUCTS}")
+        raise ValueError(f"fp8_products is {products!r}; it must be a tuple of one or more names out of {PRODUCTS}")
     if x.shape[-1] % FP8_ALIGNMENT:
         raise ValueError(
             f"x has shape {x.shape}, {x.shape[-1]} features; FP8 products need a multiple of {FP8_ALIGNMENT}: pad x "
             "and kernel, or use recipe=None"
         )
-    return tuple(product for product in _PRODUCTS if product in products)
+    return ProductRecipes(**dict.fromkeys(products, recipe))
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -289,14 +293,7 @@ def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: _H
     loss = head.loss
     if not head.in_chunks:
         x = without_ignored(x, labels, loss.ignore_index)
-        products = PlainProducts(
-            name=_NAME,
-            codecs=plain(_NAME),
-            dtype=np.dtype(x.dtype),
-            batch_ndim=x.ndim - 1,
-            accumulate=head.accumulate,
-            kernel_contracting=head.kernel_contracting,
-        )
+        products = dataclasses.replace(head.layer, batch_ndim=x.ndim - 1).plain()
         logits = multiplied_as_it_is((products, None), x, Weight(kernel, bias, accumulator))
         return loss_of_logits(logits, labels, loss, weight=weight, reduction=reduction, vocab_axis=loss.vocab_axis)
     codes = loss.codes(labels, loss.whole_vocab(kernel.shape[head.vocab_axis]))
@@ -366,7 +363,7 @@ def _total_backward(head: _Head, residuals, cotangents):
     if following is not None:
         assert dkernel is not None
         # XLA sees a cotangent that is 1, and then needs neither the accumulator nor dkernel.
-        others = accumulator.astype(jnp.float32) if head.accumulate else 0.0
+        others = accumulator.astype(jnp.float32) if head.layer.accumulate else 0.0
         scaled = (others + cotangent * dkernel).astype(following.dtype)
         following, dkernel = jnp.where(cotangent == 1.0, following, scaled), None
     dx, dkernel, dbias = (
@@ -480,7 +477,7 @@ def _run(head: _Head, wanted: _Wanted, x, kernel, bias, accumulator, codes, fact
     }
     names = tuple(name for name, a in given.items() if a is not None)
     call: Any = _per_shard(head, wanted, names, x.ndim - 1)
-    if observe.requested() is not None and head.layer is not None and not head.loss.vocab_axis:
+    if observe.requested() is not None and head.codec is not None and not head.loss.vocab_axis:
         call = call.observable
     axes = {"v": head.loss.vocab_axis} if head.loss.vocab_axis else None
     options = {} if axes is None else {"axes": axes}
@@ -525,7 +522,7 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
     pieces = {name: given[name].reshape(-1, *given[name].shape[len(batch) :]) for name in _PER_TOKEN & set(given)}
 
     tokens = math.prod(batch)
-    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.layer is not None)
+    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.codec is not None)
     more = max(0, -(-tokens // rows) - 1)
     first = tokens - more * rows
     totals, found = chunks.step(
@@ -561,7 +558,7 @@ def _run_locally(head: _Head, wanted: _Wanted, token_axes, vocab_axes, given: di
     following = totals.accumulator
     if accumulator is not None and not chunks.in_place:
         assert dkernel is not None
-        if head.accumulate:
+        if head.layer.accumulate:
             following = (accumulator.astype(jnp.float32) + dkernel).astype(accumulator.dtype)
         else:  # the buffer is written over: an argument that is not mentioned at all would not be donated
             following = lax.dynamic_update_slice(accumulator, dkernel.astype(accumulator.dtype), (0, 0))
@@ -610,12 +607,12 @@ class _Chunks:
     ):
         axis, vocab = head.vocab_axis, kernel.shape[head.vocab_axis]
         self.head, self.wanted, self.vocab_axes, self.dtype = head, wanted, vocab_axes, dtype
-        self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.layer else 0
+        self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.codec else 0
         self.in_place = accumulator is not None and not self.padding and accumulator.dtype == jnp.float32
         self.with_wgrad = wanted.kernel or wanted.accumulator
         # The whole vocabulary: Auto and Explicit axes split it, or those of vocab_axis.
         self.vocab = vocab * (lax.axis_size(vocab_axes) if vocab_axes else 1)
-        self.links = observe.links_of([kernel] if head.layer else [])
+        self.links = observe.links_of([kernel] if head.codec else [])
         kernel, bias = kernel.astype(dtype), None if bias is None else bias.astype(dtype)
         if self.padding:
             kernel = jnp.pad(kernel, [(0, self.padding if i == axis else 0) for i in range(2)])
@@ -626,9 +623,10 @@ class _Chunks:
             self.kernel8 = self._quantized("kernel", kernel, self._in_fp8("forward"), self._in_fp8("dgrad"))
 
     def _quantized(self, role: Role, x: Array, first_copy: bool, second_copy: bool) -> QuantizedArray:
-        layer, copies = self.head.layer, {"first_copy": first_copy, "second_copy": second_copy}
+        layer, codec = self.head.layer, self.head.codec
+        assert codec is not None
         with layer.observed_for(self.links):
-            return layer.in_fp8(layer.codecs[0], role, x, None, **copies).array
+            return layer.quantized(codec, role, x, None, first_copy=first_copy, second_copy=second_copy).array
 
     def _in_fp8(self, product: Any) -> bool:
         """Whether a product is computed, and in FP8."""
@@ -654,7 +652,7 @@ class _Chunks:
         attributes: Any = loss.gradient_attributes(self.vocab) | {"softcap": loss.softcap, "padding": self.padding}
         weight = where_counted(codes, piece["factor"])
         statistics, dlogits8 = None, None
-        if lse is None and head.layer is None and not self.vocab_axes:
+        if lse is None and head.codec is None and not self.vocab_axes:
             with_total = loss.label_smoothing > 0.0
             *statistics, dlogits = _cross_entropy.statistics_and_gradient(
                 logits, codes, weight, with_total=with_total, **attributes
@@ -675,18 +673,18 @@ class _Chunks:
 
     def _gradient(self, logits: Array, columns: Array, lse: Array, weight: Array, attributes: dict[str, Any]):
         """The gradient of the logits, as it is and in FP8, as far as products read it."""
-        head, wanted = self.head, self.wanted
-        if head.layer is None:
+        head, wanted, codec = self.head, self.wanted, self.head.codec
+        if codec is None:
             return _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)[0], None
         for_dgrad, for_wgrad = self._in_fp8("dgrad"), self._in_fp8("wgrad")
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
-        layer = head.layer
         as_it_is = self.links or wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
-        request = layer.request("gradient", copies, with_amax=False)
-        if not as_it_is and head.use_native and shared_facts(request).in_blocks:
+        quantization = codec.quantization("gradient", head.layer.kernel_contracting)
+        request = Request(quantization, 1, copies, (), (), with_amax=False, with_dbias=False)
+        if not as_it_is and head.by_kernels and shared_facts(request).in_blocks:
             return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
         (plain,) = _cross_entropy.logits_gradient(
-            logits, columns, lse, weight, axes={}, use_native=head.use_native, **attributes
+            logits, columns, lse, weight, axes={}, use_native=head.by_kernels, **attributes
         )
         if not (for_dgrad or for_wgrad):
             return plain, None
@@ -715,7 +713,7 @@ class _Chunks:
             with_total=self.head.loss.label_smoothing > 0.0,
             softcap=self.head.loss.softcap,
             padding=self.padding,
-            use_native=self.head.use_native,
+            use_native=self.head.by_kernels,
             axes={"v": self.vocab_axes} if self.vocab_axes else {},
         )
 
@@ -742,17 +740,8 @@ class _Chunks:
         if not self.with_wgrad:
             return {}
         order = 1 if head.vocab_axis else -1
-        if head.in_fp8("wgrad"):
-            x8 = self._quantized("activation", x, False, True)
-            product = functools.partial(head.layer.gemm, "wgrad", *(x8, dlogits8)[::order])
-        else:
-            product = functools.partial(
-                gemm,
-                *(x, dlogits)[::order],
-                lhs_contracting="rows",
-                rhs_contracting="rows",
-                implementation=head.implementation,
-            )
+        read = (self._quantized("activation", x, False, True), dlogits8) if head.in_fp8("wgrad") else (x, dlogits)
+        product = functools.partial(head.layer.gemm, "wgrad", *read[::order])
         sums = {}
         if self.wanted.kernel or not self.in_place:
             if self._compares and head.in_fp8("wgrad"):
@@ -762,7 +751,7 @@ class _Chunks:
             else:
                 sums["kernel"] = product(out_dtype=jnp.float32, accumulator=totals.kernel)
         if self.in_place:
-            accumulate = head.accumulate or not first
+            accumulate = head.layer.accumulate or not first
             sums["accumulator"] = product(out_dtype=jnp.float32, accumulator=totals.accumulator, accumulate=accumulate)
         return sums
 

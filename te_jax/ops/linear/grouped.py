@@ -55,7 +55,7 @@ class GroupedProducts(Products):
     def once(self) -> str:
         return REVERSE_MODE
 
-    def in_fp8(
+    def quantized(
         self, codec: Codec, role: Role, x, state, group: Groups, *, first_copy, second_copy, with_dbias=False
     ) -> QuantizedParts:
         if isinstance(x, QuantizedArray):
@@ -173,11 +173,11 @@ class _Tokens(NamedTuple):
 class GatheredProducts(GroupedProducts):
     """Products that take rows from tokens: gathered where they are quantized. What is kept are the tokens."""
 
-    def in_fp8(self, codec: Codec, role: Role, x, state, group: Groups, **options) -> QuantizedParts:
+    def quantized(self, codec: Codec, role: Role, x, state, group: Groups, **options) -> QuantizedParts:
         if role == "activation":
             rows = _gathered(self, codec, role, x, group, "data")
             return QuantizedParts(_Tokens(x, rows), None, None)  # pyright: ignore[reportArgumentType]
-        return super().in_fp8(codec, role, x, state, group, **options)
+        return super().quantized(codec, role, x, state, group, **options)
 
     def _forward(self, x8: Any, kernel8s, biases, layouts, group: Groups, *, differentiated):
         ys, _, preactivations = super()._forward(
@@ -199,11 +199,11 @@ class GatheredProducts(GroupedProducts):
 class ScatteredProducts(GroupedProducts):
     """Products that return rows to tokens, each the sum of its rows: their gradients are gathered."""
 
-    def in_fp8(self, codec: Codec, role: Role, x, state, group: Groups, **options) -> QuantizedParts:
+    def quantized(self, codec: Codec, role: Role, x, state, group: Groups, **options) -> QuantizedParts:
         if role == "gradient":
             copies: Copies = "both" if options["second_copy"] else "data"
             return QuantizedParts(_gathered(self, codec, role, x, group, copies), None, None)
-        return super().in_fp8(codec, role, x, state, group, **options)
+        return super().quantized(codec, role, x, state, group, **options)
 
     def _forward(self, x8, kernel8s, biases, layouts, group: Groups, *, differentiated):
         ys, h8, _ = super()._forward(x8, kernel8s, biases, layouts, group, differentiated=differentiated)

@@ -57,7 +57,7 @@ class LocalProducts(Products):
         """The most values of a dimension that share a scale."""
         return max(codec.facts.block_size for codec in self.codecs)
 
-    def in_fp8(self, codec, role, x, state, group=None, *, first_copy, second_copy, with_dbias=False):
+    def quantized(self, codec, role, x, state, group=None, *, first_copy, second_copy, with_dbias=False):
         is_transposed = (role == "kernel" and self.kernel_contracting == "first") == first_copy
         copies: Copies = "both" if first_copy and second_copy else "transposed" if is_transposed else "data"
         row_ndim = self.batch_ndim
@@ -135,6 +135,7 @@ class LocalProducts(Products):
             name=self.name,
             codecs=plain(self.name),
             dtype=self.dtype,
+            accumulate=self.accumulate,
             batch_ndim=self.batch_ndim,
             kernel_contracting=self.kernel_contracting,
             contracting_ndim=self.contracting_ndim,

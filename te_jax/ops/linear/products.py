@@ -146,15 +146,15 @@ class Products(abc.ABC):
         """An operand by one codec."""
         copies = {"first_copy": first_copy, "second_copy": second_copy}
         if codec.in_fp8:
-            return self.in_fp8(codec, role, x, state, group, **copies, with_dbias=with_dbias)
+            return self.quantized(codec, role, x, state, group, **copies, with_dbias=with_dbias)
         x = not_differentiated(x, self.once)
         dbias = self.sum_of_rows(x, group) if with_dbias else None
         if codec.recipe is None:
             return QuantizedParts(x.astype(self.dtype), None, dbias)
-        array = self.in_fp8(codec, role, x, None, group, **copies).array
+        array = self.quantized(codec, role, x, None, group, **copies).array
         return QuantizedParts(self.read_back(role, array), None, dbias)  # pyright: ignore[reportArgumentType]
 
-    def in_fp8(
+    def quantized(
         self, codec: Codec, role: Role, x: Any, state: Any, group: Any, *,
         first_copy: bool, second_copy: bool, with_dbias: bool = False,
     ) -> QuantizedParts:  # fmt: skip
