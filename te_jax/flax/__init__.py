@@ -19,7 +19,7 @@ from te_jax.flax.microbatches import merge_gradients, quantize_kernels, requanti
 from te_jax.flax.moe import MoE
 from te_jax.flax.norm import LayerNorm, NormLinear, RMSNorm
 from te_jax.flax.transformer_block import TransformerBlock
-from te_jax.layers.convert import EinsumLayer, KernelsLayer
+from te_jax.layers.convert import KernelsLayer
 from te_jax.layers.microbatches import accumulate_gradients
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "DenseGeneral",
     "DotGeneral",
     "Einsum",
-    "EinsumLayer",
     "Embed",
     "GatedMLP",
     "KernelsLayer",

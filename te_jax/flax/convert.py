@@ -25,7 +25,7 @@ from te_jax import native
 from te_jax.flax import linear as modules
 from te_jax.layers import convert as conversion
 from te_jax.layers import linear
-from te_jax.layers.kernel_products import call_with_products
+from te_jax.layers.kernel_products import KernelOptions, call_with_products
 from te_jax.recipe import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -71,9 +71,8 @@ def convert(
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are those of the parameters, joined by "/". `*` matches any characters, also "/".
-      layers: an `EinsumLayer` or a `KernelsLayer` for classes of yours, by class or by full name
-        ("my_models.layers.Einsum"). Classes that inherit their `__call__` are meant, too. `jit` removes the products of
-        the class itself. `init` runs a class with a `KernelsLayer` as it is.
+      layers: a `KernelsLayer` for classes of yours, by class or by full name ("my_models.layers.Einsum"). Classes that
+        inherit their `__call__` are meant, too. `init` runs them as they are.
       state_axis, implementation: as in `DenseGeneral`.
 
     Returns:
@@ -82,7 +81,7 @@ def convert(
 
     Raises:
       ValueError: module is no Linen module or bound, or recipe, rules or layers are invalid. Later, in a call: a class
-        of `layers` gives another shape than its subscripts, or uses a kernel otherwise than in products.
+        of `layers` uses a kernel otherwise than in products.
     """
     rules, known = conversion.validate(recipe, rules), conversion.validate_layers(layers)
     if not isinstance(module, nn.Module):
@@ -197,10 +196,8 @@ class _Conversion:
             finally:
                 _running.composite = None
         how = self._entry(context)
-        if isinstance(how, conversion.KernelsLayer):
-            return self._kernels(how, call, args, kwargs, context)
         if how is not None:
-            return self._einsum(how, call, args, kwargs, context)
+            return self._kernels(how, call, args, kwargs, context)
         if not _has_kernel(context):
             y = call(*args, **kwargs)
             if context.method_name == "__call__" and not isinstance(module, _OURS):
@@ -222,7 +219,7 @@ class _Conversion:
         self._note(module, "kernel", module.get_variable("params", "kernel"), recipe, reason)
         return y
 
-    def _entry(self, context: InterceptorContext) -> conversion.EinsumLayer | conversion.KernelsLayer | None:
+    def _entry(self, context: InterceptorContext) -> conversion.KernelsLayer | None:
         module: Any = context.module
         inherited = module is _running.own_call  # its __call__ calls that of its base
         plain = isinstance(module, _OURS) or (isinstance(module, _FLAX) and not _has_own_call(module))
@@ -243,7 +240,7 @@ class _Conversion:
         plain = functools.partial(_own_call, module, call)
         first = plain(*args, **kwargs) if module.is_initializing() else None  # makes the parameters
         params = module.variables.get("params", {})
-        kernels = {name: _at(params, name) for name in how.kernels}
+        kernels = {name: _at(params, name) for name in how.names(module)}
         foreign, options = _foreign_part(module, call, context), {}
         for name, kernel in kernels.items():
             obstacle = (
@@ -252,11 +249,13 @@ class _Conversion:
             experts = getattr(kernel, "ndim", 0) > 2
             paths = "/".join(filter(None, (_path(module), name))), _path(module)
             recipe, reason = conversion.decide(paths, self.recipe, self.rules, obstacle, experts=experts)
-            if recipe is not None and (obstacle := conversion.obstacle_in_kernel(kernel.shape, kernel.dtype, recipe)):
-                recipe, reason = None, obstacle
             if recipe is not None:
-                options[name] = linear.Options(recipe, self.state_axis, self.implementation)
-            self._note(module, name, kernel, recipe, reason, experts=experts, share=how.share(module))
+                obstacle = conversion.obstacle_in_kernel(how, kernel.shape, kernel.dtype, recipe)
+                recipe, reason = (recipe, reason) if obstacle is None else (None, obstacle)
+            if recipe is not None:
+                state = modules.scaling_state(module, recipe, name.replace("/", "_"))
+                options[name] = KernelOptions(linear.Options(recipe, self.state_axis, self.implementation), state)
+            self._note(module, name, kernel, recipe, reason, experts=how.experts is not None, share=how.share(module))
         if first is not None:
             return first
         if not options:
@@ -273,41 +272,6 @@ class _Conversion:
             module,
             multi_scope=False,
         )
-
-    def _einsum(
-        self, how: conversion.EinsumLayer, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
-    ) -> Any:
-        """Runs the call of a class that `layers` names, and its product in FP8 in the place of its own result."""
-        module: Any = context.module
-        own = _own_call(module, call, *args, **kwargs)  # makes the parameters
-        name, *biases = how.variables(module)
-        found = modules.unboxed(module.get_variable("params", name))
-        x, subscripts, others = how.operands(type(module), module, args, kwargs)
-        shape = getattr(found, "shape", ())
-        experts = conversion.has_experts(subscripts, shape)
-        if not hasattr(found, "dtype"):
-            obstacle = f"it has no {name}, which its EinsumLayer names as the kernel"
-        elif others:
-            obstacle = f"it is called with {', '.join(others)} beside its input"
-        else:
-            obstacle = _foreign_part(module, call, context)
-            obstacle = obstacle or conversion.obstacle_in_subscripts(subscripts, shape, found.dtype)
-        paths = _path(module), "/".join(filter(None, (_path(module), name)))
-        recipe, reason = conversion.decide(paths, self.recipe, self.rules, obstacle, experts=experts)
-        self._note(module, name, found, recipe, reason, experts=experts)
-        if recipe is None:
-            return own
-        bias = modules.unboxed(module.get_variable("params", biases[0])) if biases else None
-        y = linear.einsum(
-            linear.Einsum.parse(subscripts, shape, "subscripts"),
-            linear.as_array("x", x),
-            found,
-            bias,
-            modules.scaling_state(module, recipe, prefix=f"{name}_"),  # several may share a scope
-            dtype=jnp.result_type(own),
-            options=linear.Options(recipe, self.state_axis, self.implementation),
-        )
-        return conversion.as_its_own(y, own, subscripts, type(module))
 
     def _decide(self, module: Any, obstacle: str | None, args: Any, kwargs: Any) -> tuple[Recipe | None, str]:
         experts = obstacle is None and _has_experts(module, *args, **kwargs)
@@ -475,7 +439,7 @@ def _own_call(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs:
         _running.own_call = outer
 
 
-def _with_products(function: Callable[..., Any], scope: Any, *, options: dict[str, linear.Options], owner: str) -> Any:
+def _with_products(function: Callable[..., Any], scope: Any, *, options: dict[str, KernelOptions], owner: str) -> Any:
     """A lifted transformation: function(scope), with its products by kernels in FP8."""
 
     def inner(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any) -> Any:

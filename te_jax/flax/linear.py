@@ -311,11 +311,13 @@ def _param(module: Any, name: str, init: Initializer, shape: tuple[int, ...]) ->
     return meta.unbox(value) if constrains else unboxed(value)
 
 
-def scaling_state(module: nn.Module, recipe: Recipe | None, prefix: str = "") -> DelayedScalingState | None:
-    """The state of delayed scaling; `init` creates its variables, whose names begin with the prefix."""
+def scaling_state(module: nn.Module, recipe: Recipe | None, kernel: str | None = None) -> DelayedScalingState | None:
+    """The state of delayed scaling; `init` creates its variables, for one of several kernels in a dict of its name."""
     if not isinstance(recipe, DelayedScaling):
         return None
-    kept = module.has_variable(OVERWRITE_WITH_GRADIENT, prefix + delayed_scaling.USES)
+    initial = delayed_scaling.initial_state(recipe)
+    variables = initial if kernel is None else {kernel: initial}
+    kept = all(module.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in variables)
     if not kept and not module.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
         name = "/".join(module.path) or "the layer"
         if module.is_initializing():
@@ -328,10 +330,11 @@ def scaling_state(module: nn.Module, recipe: Recipe | None, prefix: str = "") ->
             f'variables have no state in "{OVERWRITE_WITH_GRADIENT}" for {name}, which DelayedScaling needs: pass this '
             'collection beside "params", first as init returned it'
         )
-    initial = delayed_scaling.initial_state(recipe).items()
-    return delayed_scaling.scaling_state(
-        {name: module.variable(OVERWRITE_WITH_GRADIENT, prefix + name, lambda v=v: v).value for name, v in initial}
-    )
+    if not kept:
+        for name, value in variables.items():
+            module.put_variable(OVERWRITE_WITH_GRADIENT, name, value)
+    values: Any = {name: module.get_variable(OVERWRITE_WITH_GRADIENT, name) for name in variables}
+    return delayed_scaling.scaling_state(values if kernel is None else values[kernel])
 
 
 def unboxed(x: Any) -> Any:

@@ -6,16 +6,14 @@ import copyreg
 import dataclasses
 import fnmatch
 import functools
-import inspect
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from te_jax._core.arguments import kind_of
@@ -33,51 +31,11 @@ _ROUTERS = {"router", "routers", "router_logits"}
 
 
 @dataclasses.dataclass(frozen=True)
-class EinsumLayer:
-    """For `layers=` of `convert`: where a class of yours has its kernel, and how it multiplies by it.
-
-        layers={MyEinsum: EinsumLayer(kernel="w", subscripts="einsum_str")}
-        layers={MyProjection: EinsumLayer(kernel="kernel", subscripts="...d,df->...f", bias="bias")}
-
-    The `__call__` of the class must return `jnp.einsum(subscripts, x, kernel) + bias` of its argument x, in any dtype.
-
-    Attributes:
-      kernel: the attribute (NNX) or parameter (Linen) that is the kernel, or an attribute that has its name.
-      subscripts: those of `te_jax.ops.einsum`; or the attribute that has them; or, in Linen, the argument of `__call__`
-        that has them.
-      bias: as kernel, with the dimensions that kernel and result share; None for no bias.
-    """
-
-    kernel: str
-    subscripts: str
-    bias: str | None = None
-
-    def variables(self, module: Any) -> tuple[str, ...]:
-        """The names of kernel and bias in a module."""
-        names = (self.kernel,) if self.bias is None else (self.kernel, self.bias)
-        values = ((name, getattr(module, name, None)) for name in names)
-        return tuple(value if isinstance(value, str) else name for name, value in values)
-
-    def operands(self, layer: type, module: Any, args: Any, kwargs: Any) -> Operands:
-        """What the `__call__` of a class was given."""
-        given = inspect.signature(layer.__call__).bind(module, *args, **kwargs).arguments
-        _, *rest = given.items()
-        passed = dict(rest)
-        subscripts = passed.pop(self.subscripts, None) or self.subscripts_of(module)
-        x, *others = passed.items()
-        return Operands(x[1], subscripts, tuple(name for name, _ in others))
-
-    def subscripts_of(self, module: Any) -> str | None:
-        """The subscripts that a module has before it is called, if it has them."""
-        return self.subscripts if "->" in self.subscripts else getattr(module, self.subscripts, None)
-
-
-@dataclasses.dataclass(frozen=True)
 class KernelsLayer:
     """For `layers=` of `convert`: which parameters of a class of yours are kernels, whatever else its `__call__` does.
 
+        layers={MyEinsum: KernelsLayer(("w",))}
         layers={MoE: KernelsLayer(("gate_proj", "up_proj", "down_proj"), experts=("top_k", "num_experts"))}
-        layers={Adapted: KernelsLayer(("kernel",))}
 
     The `__call__` of the class runs as it is, except for its products of an array and a kernel: those of `jnp.dot`,
     `jnp.einsum`, `jax.lax.dot_general` and `jax.lax.ragged_dot` run in FP8. Before its product a kernel may be cast,
@@ -85,11 +43,14 @@ class KernelsLayer:
     `jax.checkpoint`, `jax.lax.scan`, `jax.lax.cond` and `jax.shard_map`. Any other use of a kernel is an error in the
     call, and so is a kernel in no product: what the report lists in FP8 is multiplied in FP8 alone.
 
+    With `DelayedScaling` each kernel has a state, which all its products share; `jax.lax.ragged_dot` takes none.
+
     Attributes:
-      kernels: the attributes (NNX) or parameters (Linen) that are kernels; in Linen "experts/w" is the parameter w of
-        the submodule experts. Their last two dimensions must be multiples of 16.
+      kernels: the attributes (NNX) or parameters (Linen) that are kernels, or attributes that have their names; in
+        Linen "experts/w" is the parameter w of the submodule experts. Their features in and out must be multiples of
+        16.
       experts: how many experts a token meets, and how many there are, as numbers or as the attributes that have them;
-        None if the report shall count kernels whole. Only the report reads them.
+        None where there are none, or if the report shall count kernels whole.
     """
 
     kernels: tuple[str, ...]
@@ -103,6 +64,11 @@ class KernelsLayer:
             )
         object.__setattr__(self, "kernels", tuple(names))
 
+    def names(self, module: Any) -> tuple[str, ...]:
+        """The names of the kernels in a module."""
+        values = ((name, getattr(module, name, None)) for name in self.kernels)
+        return tuple(value if isinstance(value, str) else name for name, value in values)
+
     def share(self, module: Any) -> Fraction | None:
         """The share of the kernels that a token meets, if it is known."""
         if self.experts is None:
@@ -111,25 +77,19 @@ class KernelsLayer:
         return Fraction(met, number) if isinstance(met, int) and isinstance(number, int) else None
 
 
-class Operands(NamedTuple):
-    """What a layer was called with: its input, the subscripts, and the names of all other arguments."""
+Layers = Mapping[type | str, KernelsLayer]
 
-    x: Any
-    subscripts: str | None
-    others: tuple[str, ...]
-
-
-Layers = Mapping[type | str, EinsumLayer | KernelsLayer]
-
-_GEMMA, _TUNIX = EinsumLayer("weight_name", "eqn"), EinsumLayer("w", "einsum_str")
 _GEMMA_4, _QWEN_3 = ("num_experts_per_datapoint", "num_experts"), ("experts_per_tok", "num_experts")
 _KNOWN: Layers = {
     "flax.nnx.nn.lora.LoRALinear": KernelsLayer(("kernel",)),
-    "gemma.gm.nn._layers.Einsum": _GEMMA,
+    "gemma.gm.nn._layers.Einsum": KernelsLayer(("weight_name",)),
     "gemma.gm.nn.gemma4._layers.Einsum": KernelsLayer(("w",)),
     "gemma.gm.nn.gemma4._moe.MoERagged": KernelsLayer(("gating_einsum/w", "linear/w"), _GEMMA_4),
     "maxtext.layers.moe.RoutedMoE": KernelsLayer(("wi_0", "wi_1", "wo"), ("num_experts_per_tok", "num_experts")),
-    **{f"tunix.models.{name}.model.Einsum": _TUNIX for name in ("gemma", "gemma3", "llama3", "qwen2", "qwen3")},
+    **dict.fromkeys(
+        (f"tunix.models.{name}.model.Einsum" for name in ("gemma", "gemma3", "llama3", "qwen2", "qwen3")),
+        KernelsLayer(("w",)),
+    ),
     "tunix.models.gemma4.layers.Einsum": KernelsLayer(("w",)),
     "tunix.models.gemma4.moe.MoERagged": KernelsLayer(("gating_einsum", "linear"), _GEMMA_4),
     "tunix.models.qwen3.model.MoELayer": KernelsLayer(("gate_proj", "up_proj", "down_proj"), _QWEN_3),
@@ -263,19 +223,19 @@ def validate_layers(layers: Any) -> Layers:
     """The layers, with those of libraries that we know.
 
     Raises:
-      ValueError: it does not give an `EinsumLayer` or a `KernelsLayer` for classes or their names.
+      ValueError: it does not give a `KernelsLayer` for classes or their names.
     """
     pairs = layers.items() if isinstance(layers, Mapping) else ((None, layers),)
     for layer, how in pairs:
-        if not isinstance(layer, type | str) or not isinstance(how, EinsumLayer | KernelsLayer):
+        if not isinstance(layer, type | str) or not isinstance(how, KernelsLayer):
             raise ValueError(
-                f"layers is {_shown(layers)}; it must give an EinsumLayer or a KernelsLayer for each class or its full "
-                "name, such as {MyEinsum: EinsumLayer(kernel='w', subscripts='einsum_str')}"
+                f"layers is {_shown(layers)}; it must give a KernelsLayer for each class or its full name, such as "
+                "{MyEinsum: KernelsLayer(('w',))}, which names the kernels of the class"
             )
     return {**_KNOWN, **layers}
 
 
-def entry_of(layers: Layers, layer: type) -> EinsumLayer | KernelsLayer | None:
+def entry_of(layers: Layers, layer: type) -> KernelsLayer | None:
     """The entry of a class, or of one that it inherits `__call__` from."""
     for base in layer.__mro__:
         name = f"{base.__module__}.{base.__qualname__}"
@@ -314,35 +274,16 @@ def layer_of_kernel(
     return Layer(path, kind, recipe, reason, other_paths, flops, experts and share is None and values > 0)
 
 
-def obstacle_in_kernel(shape: Sequence[int], dtype: jax.typing.DTypeLike, recipe: Recipe | None) -> str | None:
-    """Why FP8 cannot take a kernel of a `KernelsLayer`, if so."""
-    if len(shape) < 2 or shape[-2] % FP8_ALIGNMENT or shape[-1] % FP8_ALIGNMENT:
-        return f"its shape is {tuple(shape)}: FP8 products need last dimensions that are multiples of {FP8_ALIGNMENT}"
-    if isinstance(recipe, DelayedScaling):
-        return "DelayedScaling has no place for the state of its products: use a recipe without state"
-    return obstacle_in_dtype(dtype)
-
-
-def obstacle_in_subscripts(
-    subscripts: str | None, kernel_shape: Sequence[int], kernel_dtype: jax.typing.DTypeLike
+def obstacle_in_kernel(
+    how: KernelsLayer, shape: Sequence[int], dtype: jax.typing.DTypeLike, recipe: Recipe | None
 ) -> str | None:
-    """Why FP8 cannot take an `EinsumLayer` with such a kernel, if so."""
-    return obstacle_in_dtype(kernel_dtype) or obstacle_in_einsum(subscripts, kernel_shape, "subscripts")
-
-
-def as_its_own(y: jax.Array, own: Any, subscripts: str | None, layer: type) -> jax.Array:
-    """The result of an `EinsumLayer` in FP8, with the sharding that the class gives it on Explicit meshes.
-
-    Raises:
-      ValueError: it has another shape than that of the class itself.
-    """
-    if y.shape != jnp.shape(own):
-        raise ValueError(
-            f"layers says that {layer.__module__}.{layer.__qualname__} computes {subscripts!r}, which gives shape "
-            f"{y.shape} where its own __call__ gives {jnp.shape(own)}: correct its entry, or leave it out"
-        )
-    sharding = jax.typeof(own).sharding
-    return y if jax.typeof(y).sharding == sharding else jax.reshard(y, sharding)
+    """Why FP8 cannot take a kernel of a `KernelsLayer`, if so. Some sizes are known in the call alone."""
+    features = shape[-2:] if len(shape) == 2 or how.experts is not None else ()
+    if len(shape) < 2 or any(size % FP8_ALIGNMENT for size in features) or math.prod(shape) % FP8_ALIGNMENT**2:
+        return f"its shape is {tuple(shape)}: FP8 products need features in and out in multiples of {FP8_ALIGNMENT}"
+    if isinstance(recipe, DelayedScaling) and how.experts is not None:
+        return "DelayedScaling has no place for the state of experts: use a recipe without state"
+    return obstacle_in_dtype(dtype)
 
 
 def decide(
@@ -429,7 +370,7 @@ EMBEDDING, ADAPTER = "an embedding", "an adapter of LoRA, which stays as it is"
 def no_linear_layer(layer: type, linear_layers: str) -> str:
     """The reason for which the kernels of a class that is no linear layer are left alone."""
     name = f"{layer.__module__}.{layer.__qualname__}"
-    ways = "use one of these or te_jax.ops.einsum in it, or give convert an EinsumLayer or a KernelsLayer for it"
+    ways = "use one of these or te_jax.ops.einsum in it, or give convert a KernelsLayer for it"
     return f"{name} is none of {linear_layers}: {ways}"
 
 

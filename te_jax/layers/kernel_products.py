@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,20 @@ from te_jax._core import jaxprs
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
 from te_jax.layers import linear
 from te_jax.layers.convert import obstacle_in_einsum, obstacle_in_sizes
+from te_jax.recipe import DelayedScalingState
+
+
+class KernelOptions(NamedTuple):
+    """Options of the products by a kernel, with a recipe, and its state if that is `DelayedScaling`."""
+
+    options: linear.Options
+    scaling_state: DelayedScalingState | None
 
 
 def call_with_products(
     function: Callable[..., Any],
     kernels: Mapping[str, Array],
-    options: Mapping[str, linear.Options],
+    options: Mapping[str, KernelOptions],
     owner: str,
     way_out: str,
 ) -> Any:
@@ -36,7 +44,7 @@ def call_with_products(
     Args:
       function: of the values of kernels, in their order. Whatever else it reads it may close over.
       kernels: by name.
-      options: how to multiply by each kernel, with a recipe.
+      options: how to multiply by each kernel.
       owner: the full name of the class that has the kernels, for errors.
       way_out: for errors.
 
@@ -79,7 +87,7 @@ class _Run:
       multiplied: the names of the kernels that a product has met.
     """
 
-    def __init__(self, options: Mapping[str, linear.Options], owner: str, way_out: str):
+    def __init__(self, options: Mapping[str, KernelOptions], owner: str, way_out: str):
         self.options, self.owner, self.way_out = options, owner, way_out
         self.multiplied: set[str] = set()
 
@@ -146,12 +154,14 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------ products
 
-    def _options(self, kernel: _Kernel) -> linear.Options:
-        options = {self.options[name] for name in kernel.names}
-        if len(options) > 1:
+    def _options(self, kernel: _Kernel) -> KernelOptions:
+        first, *others = (self.options[name] for name in kernel.names)
+        if any(other.options != first.options for other in others):
             raise self.refusal(kernel.names, "have different recipes and share a product")
+        if others and first.scaling_state is not None:
+            raise self.refusal(kernel.names, "have states of their own and share a product")
         self.multiplied |= kernel.names
-        return options.pop()
+        return first
 
     def _operands(self, eqn: Any, lhs: Any, rhs: Any) -> tuple[Array, _Kernel]:
         x, kernel = (lhs, rhs) if isinstance(rhs, _Kernel) else (rhs, lhs)
@@ -171,7 +181,8 @@ class _Run:
             raise self.refusal(kernel.names, f"is in a product that FP8 cannot take ({obstacle})")
         names = linear.Einsum.parse(string, kernel.value.shape)
         dtype, sharding = eqn.outvars[0].aval.dtype, eqn.params.get("out_sharding")
-        y = linear.einsum(names, x, kernel.value, None, None, dtype=dtype, options=self._options(kernel))
+        options, state = self._options(kernel)
+        y = linear.einsum(names, x, kernel.value, None, state, dtype=dtype, options=options)
         return [y if sharding is None else jax.reshard(y, sharding)]
 
     def _ragged_dot(self, eqn: Any, arguments: list[Any]) -> list[Array]:
@@ -190,13 +201,16 @@ class _Run:
         sizes = kernel.value.shape[inner], kernel.value.shape[outer]
         if obstacle := obstacle_in_sizes(*((size,) for size in sizes)):
             raise self.refusal(kernel.names, f"is in a product that FP8 cannot take ({obstacle})")
+        options, state = self._options(kernel)
+        if state is not None:
+            raise self.refusal(kernel.names, "is in a ragged_dot, which takes no recipe with state,")
         last = (group, outer, inner) == (0, 1, 2)
         y = _product_of_groups(
             (x if lhs_axes[0] == 1 else x.T).astype(eqn.outvars[0].aval.dtype),
             kernel.value if last else kernel.value.transpose(group, inner, outer),
             arguments[2],
             kernel_contracting="last" if last else "first",
-            **vars(self._options(kernel)),
+            **vars(options),
         )
         sharding = eqn.params.get("out_sharding")
         return [y if sharding is None else jax.reshard(y, sharding)]

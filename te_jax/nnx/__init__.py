@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     raise ImportError('te_jax.nnx needs Flax, which is not installed: pip install "flax>=0.12.7"') from error
 
 from te_jax._core import transformer_engine
-from te_jax.layers.convert import EinsumLayer, KernelsLayer
+from te_jax.layers.convert import KernelsLayer
 from te_jax.nnx.attention import Attention
 from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.embed import Embed
@@ -26,7 +26,6 @@ __all__ = [
     "Attention",
     "DotGeneral",
     "Einsum",
-    "EinsumLayer",
     "Embed",
     "ExpertBias",
     "GatedMLP",

@@ -18,7 +18,7 @@ from jax import lax
 from te_jax import native
 from te_jax.layers import convert as conversion
 from te_jax.layers import delayed_scaling, linear
-from te_jax.layers.kernel_products import call_with_products
+from te_jax.layers.kernel_products import KernelOptions, call_with_products
 from te_jax.nnx.linear import Einsum, Linear, LinearGeneral, scaling_state
 from te_jax.nnx.moe import MoE
 from te_jax.nnx.variables import OverwriteWithGradient
@@ -31,7 +31,6 @@ _OURS: dict[type[nnx.Module], type[nnx.Module]] = {
     nnx.Einsum: Einsum,
 }
 _QWIX_FIRST = "apply qwix before te_jax.nnx.convert, which leaves kernels that qwix quantizes as they are"
-_NO_STATE = "DelayedScaling has no place for its state beside the LoRA of qwix: use a recipe without state"
 _STACKED = "stacked along another dimension than the first, where DelayedScaling has no place for its state"
 
 
@@ -73,8 +72,8 @@ def convert(
       recipe: for all layers that no rule names; None to convert only those that a rule names.
       rules: pairs of a pattern and a recipe or None; the first pattern that matches the path of a layer applies. Paths
         are attributes and indices, joined by "/". `*` matches any characters, also "/".
-      layers: an `EinsumLayer` or a `KernelsLayer` for classes of yours, by class or by full name
-        ("my_models.layers.Einsum"). Classes that inherit their `__call__` are meant, too.
+      layers: a `KernelsLayer` for classes of yours, by class or by full name ("my_models.layers.Einsum"). Classes that
+        inherit their `__call__` are meant, too. With `DelayedScaling` convert them inside of `nnx.vmap`, not stacked.
       state_axis, implementation: as in `LinearGeneral`.
 
     Returns:
@@ -82,8 +81,7 @@ def convert(
 
     Raises:
       ValueError: model holds no NNX module, or recipe, rules or layers are invalid; the model is then unchanged.
-        Later, in a call: a class of `layers` gives another shape than its subscripts, or has further arguments, or
-        uses a kernel otherwise than in products.
+        Later, in a call: a class of `layers` uses a kernel otherwise than in products.
     """
     rules, known = conversion.validate(recipe, rules), conversion.validate_layers(layers)
     rows: list[conversion.Layer] = []
@@ -96,26 +94,12 @@ def convert(
     for paths, module in modules:
         rows += _adapters(paths, module)
         how = _how(module, known)
-        if isinstance(how, conversion.KernelsLayer):
-            converted = _Converted(how, ())
-            for name in how.kernels:
-                row = _decide_kernel(paths, module, how, name, recipe, rules, with_lora)
-                rows.append(row)
-                if row.recipe is not None:
-                    options = linear.Options(row.recipe, state_axis, implementation)
-                    converted = dataclasses.replace(converted, options=(*converted.options, (name, options)))
-            changes.append((module, converted))
-            rows += _kernels_of_another_class(paths, module, except_for=how.kernels)
-            continue
         if how is not None:
-            chosen, reason = _decide_einsum(paths, module, how, recipe, rules, with_lora)
-            kernel = getattr(module, name := how.variables(module)[0], None)
-            options = linear.Options(chosen, state_axis, implementation)
-            changes.append((module, _Converted(how, () if chosen is None else ((name, options),))))
-            shape, subscripts = tuple(getattr(kernel, "shape", ())), how.subscripts_of(module)
-            experts = conversion.has_experts(subscripts, _one_of_stack(subscripts, shape))
-            layer = _layer_class(module)
-            rows.append(conversion.layer_of_kernel(paths[0], layer, shape, chosen, reason, paths[1:], experts=experts))
+            decided = {n: _decide_kernel(paths, module, how, n, recipe, rules, with_lora) for n in how.names(module)}
+            recipes = ((name, row.recipe) for name, row in decided.items() if row.recipe is not None)
+            options = tuple((name, linear.Options(chosen, state_axis, implementation)) for name, chosen in recipes)
+            changes.append((module, _Converted(how, options)))
+            rows += [*decided.values(), *_kernels_of_another_class(paths, module, except_for=tuple(decided))]
             continue
         if not _is_linear(module):
             rows += _kernels_of_another_class(paths, module)
@@ -132,8 +116,8 @@ def convert(
             chosen, reason = module.options.recipe, conversion.part_of(type(composite))
         else:
             chosen, reason = conversion.decide(paths, recipe, rules, _obstacle(module), experts=experts)
-            if isinstance(chosen, DelayedScaling) and (obstacle := _obstacle_to_state(module)):
-                chosen, reason = None, obstacle
+            if isinstance(chosen, DelayedScaling) and _stacked_shape(module) is None:
+                chosen, reason = None, _STACKED
             if chosen is None and _is_ours(module) and not reason.startswith("rule "):
                 chosen = module.options.recipe  # a recipe that someone gave to this very layer
             else:
@@ -224,7 +208,7 @@ def _modules(model: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
 class _Converted:
     """How a class with a `__call__` of its own multiplies by kernels, and by which options for those in FP8."""
 
-    how: conversion.EinsumLayer | conversion.KernelsLayer
+    how: conversion.KernelsLayer
     options: tuple[tuple[str, linear.Options], ...]
 
 
@@ -232,25 +216,14 @@ class _OwnCall(nnx.Module):
     """What a class that `layers` names becomes, beside itself."""
 
     te_jax_converted: _Converted
+    te_jax_states: nnx.Dict[Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        how, options = self.te_jax_converted.how, self.te_jax_converted.options
-        if isinstance(how, conversion.KernelsLayer) or hasattr(self, "qwix_path"):
-            return _call_with_products(self, dict(options), args, kwargs)
-        layer = _layer_class(self)
-        x, subscripts, others = how.operands(layer, self, args, kwargs)
-        if others:
-            raise ValueError(
-                f"{layer.__name__} is called with {', '.join(others)} beside its input, which its product in FP8 does "
-                "not take: give te_jax.nnx.convert a KernelsLayer for it, or a rule with None"
-            )
-        own: Any = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        kernel, *biases = (getattr(self, name) for name in how.variables(self))
-        bias = biases[0].get_value() if biases and biases[0] is not None else None
-        state, kernel = scaling_state(self, options[0][1].recipe), kernel.get_value()
-        names, x = linear.Einsum.parse(subscripts, kernel.shape, "subscripts"), linear.as_array("x", x)
-        y = linear.einsum(names, x, kernel, bias, state, dtype=jnp.result_type(own), options=options[0][1])
-        return conversion.as_its_own(y, own, subscripts, layer)
+        options = {
+            name: KernelOptions(options, scaling_state(self.te_jax_states.get(name), options.recipe))
+            for name, options in self.te_jax_converted.options
+        }
+        return _call_with_products(self, options, args, kwargs)
 
 
 class _FlaxLayer(nnx.Module):
@@ -261,11 +234,12 @@ class _FlaxLayer(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "qwix_path"):
-            return _call_with_products(self, {"kernel": self.options}, args, kwargs)
+            options = KernelOptions(self.options, scaling_state(self, self.options.recipe))
+            return _call_with_products(self, {"kernel": options}, args, kwargs)
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _call_with_products(module: Any, options: dict[str, linear.Options], args: Any, kwargs: Any) -> Any:
+def _call_with_products(module: Any, options: dict[str, KernelOptions], args: Any, kwargs: Any) -> Any:
     """The call of a module's own class, with its products by these kernels as te_jax computes them.
 
     It runs on a copy, since it is traced. What it changes in the copy's variables is then changed in the module's.
@@ -273,12 +247,10 @@ def _call_with_products(module: Any, options: dict[str, linear.Options], args: A
     layer = _layer_class(module)
     kernels = {name: getattr(module, name).get_raw_value() for name in options}
     for name, kernel in kernels.items():
-        if isinstance(kernel, QuantizedArray) or isinstance(options[name].recipe, DelayedScaling):
-            problem = "quantized already" if isinstance(kernel, QuantizedArray) else "one with DelayedScaling"
+        if isinstance(kernel, QuantizedArray):
             raise ValueError(
-                f"{name} of {layer.__name__} is {problem}, which te_jax does not multiply inside of the __call__ of "
-                "another class: convert with a recipe without state, and without quantize_kernels, or give it a rule "
-                "with None"
+                f"{name} of {layer.__name__} is quantized already, and te_jax does not multiply by it inside of the "
+                "__call__ of another class: convert without quantize_kernels, or give it a rule with None"
             )
     graphdef, state = nnx.split(module)
     before = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
@@ -301,7 +273,7 @@ def _call_with_products(module: Any, options: dict[str, linear.Options], args: A
     return y
 
 
-def _how(module: Any, known: conversion.Layers) -> conversion.EinsumLayer | conversion.KernelsLayer | None:
+def _how(module: Any, known: conversion.Layers) -> conversion.KernelsLayer | None:
     """How a class with a `__call__` of its own multiplies, as `layers` says or said in a former conversion."""
     layer = _layer_class(module)
     flax = _flax_class(layer)
@@ -335,10 +307,10 @@ def _decide_kernel(
     experts = shape is not None and len(shape) > 2
     chosen, reason = conversion.decide((*named, *paths), recipe, rules, obstacle, experts=experts)
     if chosen is not None and shape is not None:
-        obstacle = conversion.obstacle_in_kernel(shape, kernel.get_raw_value().dtype, chosen)
+        obstacle = conversion.obstacle_in_kernel(how, shape, kernel.get_raw_value().dtype, chosen)
         chosen, reason = (chosen, reason) if obstacle is None else (None, obstacle)
     return conversion.layer_of_kernel(
-        rows[0], layer, shape, chosen, reason, rows[1:], experts=experts, share=how.share(module)
+        rows[0], layer, shape, chosen, reason, rows[1:], experts=how.experts is not None, share=how.share(module)
     )
 
 
@@ -366,42 +338,6 @@ def _adapters(paths: tuple[str, ...], module: nnx.Module) -> Iterator[conversion
             yield conversion.layer_of_kernel(
                 first, type(variable), variable.shape, None, conversion.ADAPTER, tuple(others)
             )
-
-
-def _decide_einsum(
-    paths: tuple[str, ...],
-    module: Any,
-    how: conversion.EinsumLayer,
-    recipe: Recipe | None,
-    rules: tuple[tuple[str, Recipe | None], ...],
-    with_lora: bool,
-) -> tuple[Recipe | None, str]:
-    names = how.variables(module)
-    variables = [getattr(module, name, None) for name in names]
-    subscripts = how.subscripts_of(module)
-    experts = False
-    missing = [n for n, v in zip(names, variables, strict=True) if not isinstance(v, nnx.Variable | None)]
-    if missing or variables[0] is None:
-        obstacle = _no_variable(module, (missing or names)[0], "EinsumLayer")
-    elif subscripts is None:
-        obstacle = f"it has no {how.subscripts}, which its EinsumLayer names for the subscripts"
-    else:
-        kernel = variables[0].get_value()
-        shape = _one_of_stack(subscripts, kernel.shape)
-        obstacle = _added_part(module, names, with_lora) or conversion.obstacle_in_subscripts(
-            subscripts, shape, kernel.dtype
-        )
-        experts = conversion.has_experts(subscripts, shape)
-    chosen, reason = conversion.decide(paths, recipe, rules, obstacle, experts=experts)
-    if isinstance(chosen, DelayedScaling) and hasattr(module, "qwix_path"):
-        return None, _NO_STATE
-    return chosen, reason
-
-
-def _one_of_stack(subscripts: str | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a kernel without the dimensions along which `nnx.vmap` stacked it: the first ones."""
-    kernel = str(subscripts).replace(" ", "").partition("->")[0].partition(",")[2]
-    return tuple(shape[max(0, len(shape) - len(kernel)) :])
 
 
 def _is_linear(module: nnx.Module) -> bool:
@@ -461,21 +397,16 @@ def _foreign_part(module: Any, with_lora: bool) -> str | None:
     """
     if not isinstance(module.kernel, nnx.Variable):
         return _no_variable(module, "kernel", "class")
-    return _added_part(module, ("kernel", "bias"), with_lora)
-
-
-def _added_part(module: Any, expected: Sequence[str], with_lora: bool) -> str | None:
     if _is_ours(module):
         return None
     if hasattr(module, "qwix_path"):  # qwix marks all modules of its models
         return None if with_lora else conversion.WRAPPED_BY_QWIX
     if isinstance(module, LinearGeneral | Einsum):
         return None
-    expected = (*expected, *(delayed_scaling.STATE_NAMES if isinstance(module, _OwnCall) else ()))
     others = [
         name
         for name, variable in _own_variables(module)
-        if name not in expected and not isinstance(variable, nnx.RngState | nnx.Intermediate)
+        if name not in ("kernel", "bias") and not isinstance(variable, nnx.RngState | nnx.Intermediate)
     ]
     return f"it has variables besides kernel and bias: {', '.join(sorted(others))}" if others else None
 
@@ -513,13 +444,6 @@ def _obstacle_in_kernel(module: Any) -> str | None:
     return conversion.obstacle_in_sizes(linear.as_tuple(module.in_features), linear.as_tuple(module.out_features))
 
 
-def _obstacle_to_state(module: Any) -> str | None:
-    """Why a layer has no place for the state of DelayedScaling, if so."""
-    if hasattr(module, "qwix_path"):
-        return _NO_STATE
-    return _STACKED if _stacked_shape(module) is None else None
-
-
 def _is_einsum(module: nnx.Module) -> bool:
     return isinstance(module, nnx.Einsum | Einsum)
 
@@ -530,10 +454,6 @@ def _flax_class(layer: type[nnx.Module]) -> type[nnx.Module] | None:
 
 def _stacked_shape(module: Any) -> tuple[int, ...] | None:
     """The dimensions along which `nnx.vmap` stacked the layer, if they are the first ones."""
-    if isinstance(module, _OwnCall):
-        how: Any = module.te_jax_converted.how
-        shape = getattr(module, how.variables(module)[0]).get_value().shape
-        return shape[: len(shape) - len(_one_of_stack(how.subscripts_of(module), shape))]
     shape = module.kernel.get_value().shape
     if _is_einsum(module):
         own = tuple(module.kernel_shape)
@@ -562,7 +482,7 @@ def _set(module: Any, options: linear.Options) -> None:
         if isinstance(module, LinearGeneral):
             module.activation = None
     module.options = options
-    _set_scaling_state(module, options.recipe)
+    _set_scaling_state(module, options.recipe, _stacked_shape(module))
 
 
 def _set_own_call(module: Any, converted: _Converted) -> None:
@@ -577,28 +497,32 @@ def _set_own_call(module: Any, converted: _Converted) -> None:
         module._before_conversion = _Before(type(module), None)
         object.__setattr__(module, "__class__", _converted_class(type(module)))
     module.te_jax_converted = converted
-    stateless = isinstance(converted.how, conversion.KernelsLayer)
-    _set_scaling_state(module, None if stateless else converted.options[0][1].recipe)
+    former = getattr(module, "te_jax_states", {})
+    module.te_jax_states = nnx.Dict()
+    for name, options in converted.options:
+        if isinstance(options.recipe, DelayedScaling):
+            module.te_jax_states[name] = state = former.get(name, nnx.Dict())
+            _set_scaling_state(state, options.recipe, state.uses.shape if "uses" in state else ())
 
 
 def _restore(module: Any, before: _Before) -> None:
     if before.options is not None:
         module.options = before.options
-        _set_scaling_state(module, before.options.recipe)
+        _set_scaling_state(module, before.options.recipe, _stacked_shape(module))
         return
-    _set_scaling_state(module, None)
     object.__setattr__(module, "__class__", before.layer)
     if hasattr(module, "te_jax_converted"):
-        _remove(module, "te_jax_converted")
+        _remove(module, "te_jax_converted", "te_jax_states")
         return
-    _remove(module, "options", "activation", *(() if isinstance(module, nnx.LinearGeneral) else ("axis",)))
+    _remove(module, *delayed_scaling.STATE_NAMES, "options", "activation")
+    if not isinstance(module, nnx.LinearGeneral):
+        _remove(module, "axis")
 
 
-def _set_scaling_state(module: Any, recipe: Recipe | None) -> None:
+def _set_scaling_state(module: Any, recipe: Recipe | None, stacked: tuple[int, ...] | None) -> None:
     """Adds the state of delayed scaling, or removes it. A state of the same shape is kept."""
     initial = delayed_scaling.initial_state(recipe) if isinstance(recipe, DelayedScaling) else {}
-    stacked = (_stacked_shape(module) or ()) if initial else ()
-    shapes = {name: (*stacked, *value.shape) for name, value in initial.items()}
+    shapes = {name: (*(stacked or ()), *value.shape) for name, value in initial.items()}
     if all(hasattr(module, name) and getattr(module, name).shape == shape for name, shape in shapes.items()) and shapes:
         return
     _remove(module, *delayed_scaling.STATE_NAMES)

@@ -291,7 +291,7 @@ def _add_scaling_state(module: nnx.Module, recipe: Recipe | None) -> None:
             setattr(module, name, OverwriteWithGradient(value))
 
 
-def scaling_state(module: nnx.Module, recipe: Recipe | None) -> DelayedScalingState | None:
+def scaling_state(module: Any, recipe: Recipe | None) -> DelayedScalingState | None:
     if not isinstance(recipe, DelayedScaling):
         return None
     return delayed_scaling.scaling_state(

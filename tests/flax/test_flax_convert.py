@@ -14,7 +14,6 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITE
 from flax_apis import normal
 
-import te_jax.flax
 from te_jax.flax import convert, quantize_kernels, report
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import relative_error
@@ -172,7 +171,7 @@ def test_delayed_scaling_in_a_scan(rng):
     assert (history > 0).all()
 
 
-WAYS = "use one of these or te_jax.ops.einsum in it, or give convert an EinsumLayer or a KernelsLayer for it"
+WAYS = "use one of these or te_jax.ops.einsum in it, or give convert a KernelsLayer for it"
 OTHERS = f"nn.Dense, nn.DenseGeneral and nn.Einsum: {WAYS}"
 
 
@@ -486,77 +485,6 @@ def test_the_report_needs_a_run():
         report(Compact())
     jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 32)))
     assert len(report(model).converted) == 2
-
-
-class OwnEinsum(nn.Module):
-    """DeepMind's gemma has one like it: the subscripts come with the call, and the name of the kernel from outside."""
-
-    shape: tuple[int, ...]
-    weight_name: str = "w"
-
-    @nn.compact
-    def __call__(self, eqn, x):
-        return jnp.einsum(eqn, x, self.param(self.weight_name, nn.initializers.lecun_normal(), self.shape))
-
-
-class OwnMlp(nn.Module):
-    """Two kernels in the scope of a module, and one in a scope of its own."""
-
-    @nn.compact
-    def __call__(self, x):
-        up, down = OwnEinsum((2, 32, 48), "gating_einsum"), OwnEinsum((48, 32), "linear")
-        nn.share_scope(self, up)
-        gate = up("...F,NFH->...NH", x)
-        nn.share_scope(self, down)
-        y = down("...H,HF->...F", nn.gelu(gate[..., 0, :]) * gate[..., 1, :])
-        return OwnEinsum((32, 40), name="odd")("bd,df->bf", y)
-
-
-OWN = te_jax.flax.EinsumLayer("weight_name", "eqn")
-
-
-def test_einsum_layers_that_share_a_scope(rng):
-    """Each kernel of the scope has a state of its own."""
-    model, x = convert(OwnMlp(), DELAYED, layers={OwnEinsum: OWN}), normal(rng, (16, 32))
-    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
-    variables = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), dict(shapes))
-    variables["params"] = random_params(rng, OwnMlp(), x)
-    assert recipes(model) == {"gating_einsum": DELAYED, "linear": DELAYED, "odd": None}
-    assert report(model).skipped[0].reason.startswith("32 features in, 40 out: FP8 products need multiples of 16")
-    value, gradients = jax.jit(jax.value_and_grad(loss_of(model)))(variables, x)
-    exact, plain = jax.jit(jax.value_and_grad(loss_of(OwnMlp())))({"params": variables["params"]}, x)
-    assert 0 < abs(value / exact - 1) < 0.1
-    errors = jax.tree.map(relative_error, gradients["params"], plain["params"])
-    assert max(jax.tree.leaves(errors)) < 0.15
-    after = gradients[OVERWRITE]
-    assert {name for name in after if name.endswith("uses")} == {"gating_einsum_uses", "linear_uses"}
-    assert after["linear_uses"] == 1
-    assert after["linear_kernel_amax_history"][0] == np.abs(np.asarray(variables["params"]["linear"])).max()
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        (te_jax.flax.EinsumLayer("v", "eqn"), "it has no v, which its EinsumLayer names as the kernel"),
-        (te_jax.flax.EinsumLayer("w", "bd,dh->bh"), "it is called with x beside its input"),
-        (te_jax.flax.EinsumLayer("w", "subscripts"), "it is called with x beside its input"),
-    ],
-)
-def test_einsum_layers_that_are_something_else_are_left_alone_and_reported(how, reason):
-    model, x = convert(OwnEinsum((32, 16)), BlockScaling(), layers={OwnEinsum: how}), jnp.ones((16, 32))
-    jax.eval_shape(lambda key: model.init(key, "bd,df->bf", x), jax.random.key(0))
-    assert report(model).skipped[0].reason == reason
-
-
-def test_einsum_layers_with_another_result_say_so():
-    class Transposed(OwnEinsum):
-        @nn.compact
-        def __call__(self, x):
-            return super().__call__("bd,df->fb", x)
-
-    how = te_jax.flax.EinsumLayer("w", "bd,df->bf")
-    with pytest.raises(ValueError, match=r"Transposed computes 'bd,df->bf', which gives shape \(16, 48\) where its"):
-        traced(convert(Transposed((32, 48)), BlockScaling(), layers={Transposed: how}), jnp.ones((16, 32)))
 
 
 @pytest.mark.parametrize(

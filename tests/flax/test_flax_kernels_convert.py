@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax_apis import normal
 
 from te_jax.flax import KernelsLayer, convert, report
@@ -92,6 +93,51 @@ def test_a_class_with_kernels_runs_as_it_is_but_for_its_products(rng):
     assert rows["layers/up"].flops == 2 * (2 * 32 * 48)  # of two layers, one of four experts
 
 
+class OwnEinsum(nn.Module):
+    """DeepMind's gemma has one like it: the subscripts come with the call, and the name of the kernel from outside."""
+
+    shape: tuple[int, ...]
+    weight_name: str = "w"
+
+    @nn.compact
+    def __call__(self, eqn, x):
+        return jnp.einsum(eqn, x, self.param(self.weight_name, nn.initializers.lecun_normal(), self.shape))
+
+
+class Mlp(nn.Module):
+    """Two kernels in the scope of a module, and one in a scope of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        up, down = OwnEinsum((2, 32, 48), "gating_einsum"), OwnEinsum((48, 32), "linear")
+        nn.share_scope(self, up)
+        gate = up("...F,NFH->...NH", x)
+        nn.share_scope(self, down)
+        y = down("...H,HF->...F", nn.gelu(gate[..., 0, :]) * gate[..., 1, :])
+        return OwnEinsum((32, 40), name="odd")("bd,df->bf", y)
+
+
+def test_each_kernel_of_a_scope_has_a_state(rng):
+    recipe = DelayedScaling(history_len=4)
+    model, x = convert(Mlp(), recipe, layers={OwnEinsum: KernelsLayer(("weight_name",))}), normal(rng, (16, 32))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    variables = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), dict(shapes))
+    variables["params"] = jax.tree.map(lambda leaf: normal(rng, leaf.shape, scale=0.2), shapes["params"])
+    rows = {layer.path: layer.recipe for layer in report(model).layers}
+    assert rows == {"gating_einsum": recipe, "linear": recipe, "odd": None}
+
+    def step(model, variables):
+        return jax.jit(jax.value_and_grad(lambda v: jnp.mean(jnp.square(model.apply(v, x)))))(variables)
+
+    (value, gradients), (exact, plain) = step(model, variables), step(Mlp(), {"params": variables["params"]})
+    assert 0 < abs(value / exact - 1) < 0.1
+    errors = jax.tree.map(relative_error, gradients["params"], plain["params"])
+    assert max(jax.tree.leaves(errors)) < 0.15
+    states = gradients[OVERWRITE_WITH_GRADIENT]
+    assert {name: state["uses"] for name, state in states.items()} == {"gating_einsum": 1, "linear": 1}
+    assert states["linear"]["kernel_amax_history"][0] == np.abs(variables["params"]["linear"]).max()
+
+
 def test_a_kernel_with_another_use_is_an_error_in_the_call():
     class Regularized(Experts):
         @nn.compact
@@ -113,13 +159,13 @@ def test_a_kernel_with_another_use_is_an_error_in_the_call():
         ("gate", BlockScaling(), "it has no gate, which its KernelsLayer names as the kernel"),
         ("up/v", BlockScaling(), "it has no up/v, which its KernelsLayer names as the kernel"),
         ("router/kernel", BlockScaling(), "a router by its name"),
-        ("Dense_0/bias", BlockScaling(), "its shape is (32,): FP8 products need last dimensions that are multiples"),
-        ("down", DelayedScaling(), "DelayedScaling has no place for the state of its products"),
+        ("Dense_0/bias", BlockScaling(), "its shape is (32,): FP8 products need features in and out in multiples of"),
+        ("down", DelayedScaling(), "DelayedScaling has no place for the state of experts"),
     ],
 )
 def test_kernels_that_fp8_cannot_take_are_reported(kernel, recipe, reason):
     x = jnp.ones((16, 32))
-    model = convert(Experts(), recipe, layers={Experts: KernelsLayer((kernel,))})
+    model = convert(Experts(), recipe, layers={Experts: KernelsLayer((kernel,), ("top_k", 4))})
     jax.eval_shape(model.init, jax.random.key(0), x)
     assert any(layer.reason.startswith(reason) for layer in report(model).skipped)
 

@@ -1,5 +1,6 @@
 """Products by kernels in functions of others: they are those of te_jax.ops, bit for bit, and nothing else is lost."""
 
+import functools
 import itertools
 
 import jax
@@ -10,26 +11,27 @@ from jax import lax
 from jax.sharding import AxisType
 
 from te_jax import ops
-from te_jax.layers.kernel_products import call_with_products
+from te_jax.layers.kernel_products import KernelOptions, call_with_products
 from te_jax.layers.linear import Options
-from te_jax.recipe import BlockScaling, CurrentScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import relative_error
 
 WAY_OUT = "leave it alone"
+DELAYED = DelayedScaling(history_len=4)
 
 
-def with_products(function, recipe, x, *kernels):
+def with_products(function, x, *kernels, recipe, scaling_state=None):
     names = [f"k{i}" for i in range(len(kernels))]
-    options = dict.fromkeys(names, Options(recipe, None, None))
+    options = dict.fromkeys(names, KernelOptions(Options(recipe, None, None), scaling_state))
     named = dict(zip(names, kernels, strict=True))
     return call_with_products(lambda *values: function(x, *values), named, options, "my.Class", WAY_OUT)
 
 
-def dense(x, kernel, recipe):
-    return ops.dense(x, kernel, recipe=recipe)
+def dense(x, kernel, options):
+    return ops.dense(x, kernel, **options)
 
 
-# A function of x [4, 32] and kernels [3, 32, 48], and what it is by te_jax.ops.
+# A function of x [4, 32] and kernels [3, 32, 48], and what it is by te_jax.ops with the options r.
 FORMS = {
     "matmul": (lambda x, k: x @ k[0], lambda x, k, r: dense(x, k[0], r)),
     "cast": (
@@ -45,14 +47,15 @@ FORMS = {
         lambda x, k: x @ jnp.concatenate([k[0], k[2]], -1),
         lambda x, k, r: dense(x, jnp.concatenate([k[0], k[2]], -1), r),
     ),
+    "two products": (lambda x, k: x @ k[0] + x @ k[1], lambda x, k, r: dense(x, k[0], r) + dense(x, k[1], r)),
     "transposed": (lambda x, k: x @ k.mT[1].T, lambda x, k, r: dense(x, k[1], r)),
     "kernel first": (
         lambda x, k: jnp.einsum("edf,td->fte", k, x),
-        lambda x, k, r: ops.einsum("td,edf->fte", x, k, recipe=r),
+        lambda x, k, r: ops.einsum("td,edf->fte", x, k, **r),
     ),
     "experts": (
         lambda x, k: jnp.einsum("etd,edf->etf", jnp.broadcast_to(x, (3, *x.shape)), k),
-        lambda x, k, r: ops.einsum("etd,edf->etf", jnp.broadcast_to(x, (3, *x.shape)), k, recipe=r),
+        lambda x, k, r: ops.einsum("etd,edf->etf", jnp.broadcast_to(x, (3, *x.shape)), k, **r),
     ),
     "jit": (lambda x, k: jax.jit(lambda k: x @ k[0])(k), lambda x, k, r: dense(x, k[0], r)),
     "checkpoint": (
@@ -71,27 +74,30 @@ FORMS = {
 
 
 def test_products_are_those_of_ops(rng):
-    recipes = dict(zip(FORMS, itertools.cycle((CurrentScaling(), BlockScaling()))))
+    recipes = dict(zip(FORMS, itertools.cycle((CurrentScaling(), BlockScaling(), DELAYED))))
     x, k = (jax.device_put(rng.standard_normal(s, np.float32) / 4) for s in ((4, 32), (3, 32, 48)))
 
     @jax.jit
     def both(x, k):
-        def run(function, *arguments):
-            y, vjp = jax.vjp(lambda x, k: function(*arguments, x, k), x, k)
+        def run(function, recipe):
+            state = recipe.init() if recipe == DELAYED else None
+            y, vjp = jax.vjp(
+                lambda x, k, state: function(x, k, {"recipe": recipe, "scaling_state": state}), x, k, state
+            )
             return y, *vjp(jnp.cos(y))
 
         return {
             name: (
-                run(lambda x, k, f=form, recipe=recipes[name]: with_products(f, recipe, x, k)),
-                run(lambda x, k, e=expected, recipe=recipes[name]: e(x, k, recipe)),
-                run(form),
+                run(lambda x, k, r, f=form: with_products(f, x, k, **r), recipes[name]),
+                run(expected, recipes[name]),
+                run(lambda x, k, r, f=form: f(x, k), None),
             )
             for name, (form, expected) in FORMS.items()
         }
 
     for name, (found, expected, exact) in both(x, k).items():
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other, strict=True, err_msg=name)
+        equal = functools.partial(np.testing.assert_array_equal, strict=True, err_msg=name)
+        jax.tree.map(equal, found, expected)
         assert 1e-3 < relative_error(found[0], exact[0]) < 0.1, name
 
 
@@ -107,7 +113,7 @@ def test_ragged_dot_is_grouped_dense(rng, last):
         def multiply(x, k):
             return lax.ragged_dot(x.astype(jnp.bfloat16), (k.mT if last else k).astype(jnp.bfloat16), sizes)
 
-        y, vjp = jax.vjp(lambda x, k: with_products(multiply, BlockScaling(), x, k), x, stored)
+        y, vjp = jax.vjp(lambda x, k: with_products(multiply, x, k, recipe=BlockScaling()), x, stored)
         return y, vjp(jnp.ones_like(y))
 
     y, (dx, dk) = step(x, stored)
@@ -133,8 +139,8 @@ def test_a_product_in_shard_map(rng, make_mesh):
 
     @jax.jit
     def both(x, k):
-        found = with_products(sharded(lambda x, k: x @ k[1]), CurrentScaling(), x, k)
-        return found, sharded(lambda x, k: dense(x, k[1], CurrentScaling()))(x, k)
+        found = with_products(sharded(lambda x, k: x @ k[1]), x, k, recipe=CurrentScaling())
+        return found, sharded(lambda x, k: dense(x, k[1], {"recipe": CurrentScaling()}))(x, k)
 
     np.testing.assert_array_equal(*both(x, k))
 
@@ -148,7 +154,7 @@ def test_effects_without_results(rng):
         jax.debug.callback(lambda total: seen.append(float(total)), y.sum())
         return y
 
-    y = with_products(function, CurrentScaling(), x, k)
+    y = with_products(function, x, k, recipe=CurrentScaling())
     jax.effects_barrier()
     np.testing.assert_allclose(seen, [y.sum()], rtol=1e-6)
 
@@ -186,15 +192,33 @@ def test_other_uses_are_refused(name):
     function, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"(?s){message}.*: {WAY_OUT}"):
         jax.eval_shape(
-            lambda x, k: with_products(function, BlockScaling(), x, k), jnp.ones((4, 32)), jnp.ones((3, 32, 48))
+            lambda x, k: with_products(function, x, k, recipe=BlockScaling()), jnp.ones((4, 32)), jnp.ones((3, 32, 48))
         )
 
 
-def test_kernels_with_different_recipes_share_no_product():
-    options = {"a": Options(CurrentScaling(), None, None), "b": Options(BlockScaling(), None, None)}
+@pytest.mark.parametrize(
+    ("recipes", "different"), [((CurrentScaling(), BlockScaling()), "different recipes"), ((DELAYED,) * 2, "states")]
+)
+def test_kernels_with_different_recipes_or_states_share_no_product(recipes, different):
+    state = DELAYED.init() if DELAYED in recipes else None
+    first, second = (KernelOptions(Options(recipe, None, None), state) for recipe in recipes)
+    options = {"a": first, "b": second}
     x, kernels = np.ones((4, 32), np.float32), dict.fromkeys("ab", np.ones((32, 16), np.float32))
-    with pytest.raises(ValueError, match="a and b have different recipes and share a product"):
+
+    def joined(a, b):
+        return x @ jnp.concatenate([a, b], -1)
+
+    with pytest.raises(ValueError, match=f"a and b have {different}.* and share a product"):
+        jax.eval_shape(lambda k: call_with_products(joined, k, options, "C", WAY_OUT), kernels)
+
+
+def test_a_ragged_dot_has_no_state():
+    def multiply(x, k):
+        return lax.ragged_dot(x, k, np.asarray([1, 3, 0]))
+
+    with pytest.raises(ValueError, match="k0 is in a ragged_dot, which takes no recipe with state"):
         jax.eval_shape(
-            lambda k: call_with_products(lambda a, b: x @ jnp.concatenate([a, b], -1), k, options, "C", WAY_OUT),
-            kernels,
+            lambda x, k: with_products(multiply, x, k, recipe=DELAYED, scaling_state=DELAYED.init()),
+            jnp.ones((4, 32)),
+            jnp.ones((3, 32, 48)),
         )

@@ -62,26 +62,30 @@ class LinenOwn(nn.Module):
         y = jnp.einsum(self.subscripts, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
         if self.bias_shape is None:
             return y
-        b = self.param("b", nn.initializers.normal(), self.bias_shape)
-        return y + jnp.broadcast_to(b.astype(jnp.bfloat16), y.shape)
+        bias = self.param("bias", nn.initializers.normal(), self.bias_shape)
+        return y + jnp.broadcast_to(bias.astype(jnp.bfloat16), y.shape)
 
 
 class NnxOwn(nnx.Module):
     def __init__(self, subscripts, shape, bias_shape=None, *, rngs):
         self.subscripts = subscripts
         self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape))
-        self.b = nnx.Param(rngs.params.normal(bias_shape)) if bias_shape else None
+        self.bias = nnx.Param(rngs.params.normal(bias_shape)) if bias_shape else None
 
     def __call__(self, x):
         y = jnp.einsum(self.subscripts, x.astype(jnp.bfloat16), self.w[...].astype(jnp.bfloat16))
-        return y if self.b is None else y + jnp.broadcast_to(self.b[...].astype(jnp.bfloat16), y.shape)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(jnp.bfloat16), y.shape)
 
 
 OWN = {LINEN: LinenOwn, NNX: NnxOwn}
 
 
-@pytest.mark.parametrize(("api", "recipe"), [(LINEN, DELAYED), (NNX, BlockScaling())], ids=["linen", "nnx"])
-def test_einsum_layers_of_another_class_compute_like_ops_einsum(rng, api, recipe):
+@pytest.mark.parametrize(
+    ("api", "recipe"),
+    [(LINEN, DELAYED), (NNX, DELAYED), (NNX, BlockScaling())],
+    ids=["linen", "nnx", "nnx without state"],
+)
+def test_classes_of_other_libraries_multiply_like_ops_einsum(rng, api, recipe):
     own, x = OWN[api], normal(rng, (2, 8, 32))
     layer = api.chain(
         up=functools.partial(own, "btd,dhk->bthk", (32, 3, 16), (3, 16)),
@@ -89,26 +93,24 @@ def test_einsum_layers_of_another_class_compute_like_ops_einsum(rng, api, recipe
         lm_head=functools.partial(own, "btd,dv->btv", (32, 64)),
     )
     plain = api.drawn(layer, rng, x)
-    model, report = api.convert(plain, recipe, x, layers={own: api.library.EinsumLayer("w", "subscripts", "b")})
+    model, report = api.convert(plain, recipe, x, layers={own: api.library.KernelsLayer(("w",))})
     assert {layer.path: layer.kind for layer in report.converted} == {
         "up": f"{own.__name__} (32, 3, 16)",
         "down": f"{own.__name__} (3, 16, 32)",
     }
     assert reasons(report) == {"lm_head": "an output head by its name"}
-    expected = ops.einsum(
-        "btd,dhk->bthk",
-        x.astype(jnp.bfloat16),
-        *(api.parameters(model)["up"][name] for name in "wb"),
-        recipe=recipe,
-        scaling_state=recipe.init() if recipe is DELAYED else None,
-    )
+    assert not any(layer.all_experts for layer in report.layers)
+    w, bias = (api.parameters(model)["up"][name] for name in ("w", "bias"))
+    state = recipe.init() if recipe is DELAYED else None
+    expected = ops.einsum("btd,dhk->bthk", x.astype(jnp.bfloat16), w, recipe=recipe, scaling_state=state)
+    expected += jnp.broadcast_to(bias.astype(jnp.bfloat16), expected.shape)
     np.testing.assert_array_equal(api.jit(lambda model, x: model(x, last="up"))(model, x), expected, strict=True)
     cotangent = normal(rng, (2, 8, 64), jnp.bfloat16)
     y, found, states, _ = value_and_gradients(api, model, x, cotangent=cotangent)
     exact, wanted, *_ = value_and_gradients(api, plain, x, cotangent=cotangent)
     assert y.dtype == exact.dtype == jnp.bfloat16
     assert relative_error(y, exact) < 0.1
-    for path in ("up", "w"), ("up", "b"), ("down", "w"):
+    for path in ("up", "w"), ("up", "bias"), ("down", "w"):
         assert relative_error(found[path[0]][path[1]], wanted[path[0]][path[1]]) < 0.2, path
     assert bool(states) is (recipe is DELAYED)
 
@@ -219,8 +221,8 @@ def test_arguments_that_do_not_fit_are_named(api):
     model = {LINEN: nn.Dense(3), NNX: nnx.Linear(300, 3, rngs=nnx.Rngs(0))}[api]
     with pytest.raises(ValueError, match=r"recipe is of type \w+; it must be a recipe, .*; the model comes before it$"):
         api.library.convert(BlockScaling(), model)
-    for layers in ({OWN[api]: "w"}, {3: api.library.EinsumLayer("w", "subscripts")}, [(OWN[api], "w")]):
-        with pytest.raises(ValueError, match=r"layers is .*; it must give an EinsumLayer or a KernelsLayer for"):
+    for layers in ({OWN[api]: "w"}, {3: api.library.KernelsLayer(("w",))}, [(OWN[api], "w")]):
+        with pytest.raises(ValueError, match=r"layers is .*; it must give a KernelsLayer for"):
             api.library.convert(module, None, layers=layers)
     for rules in ([("*", 1)], "*"):
         with pytest.raises(ValueError, match=r"rules are .*; they must be pairs of a pattern"):

@@ -1,5 +1,6 @@
 """te_jax.nnx.convert for classes with kernels in a `__call__` of their own, and LoRA beside products in FP8."""
 
+import dataclasses
 import functools
 import pickle
 import re
@@ -10,10 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_apis import NNX, normal
+from jax.sharding import AxisType
 
-from te_jax.nnx import KernelsLayer, convert, revert
+from te_jax.nnx import KernelsLayer, OverwriteWithGradient, convert, overwrite_with_gradient, revert
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from te_jax.testing import assert_close, relative_error
+
+DELAYED = DelayedScaling(history_len=4)
+WRT = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
 
 
 class Experts(nnx.Module):
@@ -108,7 +113,86 @@ def test_stacked_layers_scan_and_remat():
     assert calls.shape == (2,)
 
 
-def test_experts_of_libraries_are_known_by_name():
+class Mlp(nnx.Module):
+    """Two kernels, of which one has two products; and a method besides `__call__`."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (32, 2, 48)))
+        self.down = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (48, 32)))
+
+    def __call__(self, x):
+        hidden = nnx.silu(x @ self.up[:, 0]) * (x @ self.up[:, 1])
+        return jnp.einsum("...h,hd->...d", hidden, self.down[...])
+
+    def size(self):
+        return self.up.size + self.down.size
+
+
+MLP = {Mlp: KernelsLayer(("up", "down"))}
+
+
+def test_each_kernel_has_a_state(rng):
+    model, x = made(rng, Mlp), normal(rng, (16, 32))
+    graphdef, kernel = nnx.graphdef(model), model.up
+    _, expected = gradients_of_all(model, x)
+    assert len(convert(model, DELAYED, layers=MLP).converted) == 2
+    for _ in range(4):
+        _, gradients = gradients_of_all(model, x)
+        overwrite_with_gradient(model, gradients)
+    found = flat(nnx.state(gradients, nnx.Param))
+    for path, gradient in flat(expected).items():
+        assert 1e-3 < relative_error(found[path], gradient) < 0.15, path
+    states = flat(nnx.state(model, OverwriteWithGradient))
+    assert states["te_jax_states/up/uses"] == 2
+    assert states["te_jax_states/down/uses"] == 1
+    assert states["te_jax_states/down/kernel_amax_history"][0] == np.abs(model.down[...]).max()
+    assert len(convert(model, DELAYED, rules=[("up", None)]).converted) == 1  # it knows the class
+    assert flat(nnx.state(model, OverwriteWithGradient)).keys() == {path for path in states if "/down/" in path}
+    np.testing.assert_array_equal(model.te_jax_states.down.uses[...], 1)
+    assert (model.up, model.size()) == (kernel, 32 * 48 * 3)
+    revert(model)
+    assert nnx.graphdef(model) == graphdef
+
+
+def test_states_of_a_stack_if_its_layers_are_converted(rng):
+    def make(rngs):
+        layer = Mlp(rngs)
+        convert(layer, DELAYED, layers={f"{Mlp.__module__}.Mlp": KernelsLayer(("up", "down"))})
+        return layer
+
+    stack, x = NNX.drawn(lambda rngs: nnx.split_rngs(splits=3)(nnx.vmap(make))(rngs), rng), normal(rng, (16, 32))
+    run = nnx.jit(nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry))
+    np.testing.assert_array_equal(run(x, pickle.loads(pickle.dumps(stack))), run(x, stack))
+    convert(stack, dataclasses.replace(DELAYED, history_len=8))
+    assert stack.te_jax_states.up.activation_amax_history.shape == (3, 8)
+
+
+def test_the_result_is_sharded_as_that_of_the_class(make_mesh):
+    class Sharded(Mlp):
+        def __call__(self, x):
+            return jax.reshard(super().__call__(x), jax.P("data", "model"))
+
+    mesh = make_mesh({"data": AxisType.Explicit, "model": AxisType.Explicit})
+    with jax.set_mesh(mesh):
+        layer = NNX.abstract(Sharded)
+        convert(layer, CurrentScaling(), layers={Sharded: KernelsLayer(("up", "down"))})
+        sharding = jax.NamedSharding(mesh, jax.P("data"))
+        x = jax.ShapeDtypeStruct((8 * mesh.shape["data"], 32), jnp.float32, sharding=sharding)
+        graphdef, state = nnx.split(layer)
+        y = jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+    assert y.sharding.spec == jax.P("data", "model")
+
+
+def test_classes_of_libraries_are_known_by_name():
+    class Einsum(nnx.Module):
+        locals().update(__module__="tunix.models.llama3.model", __qualname__="Einsum")
+
+        def __init__(self, rngs):
+            self.einsum_str, self.w = "BTD,DF->BTF", nnx.Param(rngs.params.normal((32, 48)))
+
+        def __call__(self, x):
+            return jnp.einsum(self.einsum_str, x, self.w[...])
+
     class MoELayer(Experts):
         locals().update(__module__="tunix.models.qwen3.model", __qualname__="MoELayer")
 
@@ -120,6 +204,9 @@ def test_experts_of_libraries_are_known_by_name():
         def __call__(self, x):
             return jnp.einsum("td,edf->tef", x, self.gate_proj[...])
 
+    inherits = type("Inherits", (Einsum,), {})
+    model = nnx.eval_shape(lambda: nnx.List([Einsum(nnx.Rngs(0)), inherits(nnx.Rngs(0))]))
+    assert {layer.path for layer in convert(model, BlockScaling()).converted} == {"0", "1"}
     report = convert(nnx.eval_shape(lambda: MoELayer(nnx.Rngs(0))), BlockScaling())
     flops = {layer.path: layer.flops for layer in report.converted}
     assert flops == dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 2 * 2 * 32 * 48)
@@ -129,8 +216,8 @@ def test_experts_of_libraries_are_known_by_name():
 LEFT_ALONE = {
     "no kernel": (BlockScaling(), ("w",), "it has no w, which its KernelsLayer names as the kernel"),
     "no variable": (BlockScaling(), ("top_k",), "its top_k is no nnx.Variable"),
-    "sizes": (BlockScaling(), ("odd",), "its shape is (32, 20): FP8 products need last dimensions that are multiples"),
-    "state": (DelayedScaling(), ("up",), "DelayedScaling has no place for the state of its products"),
+    "sizes": (BlockScaling(), ("odd",), "its shape is (32, 20): FP8 products need features in and out in multiples of"),
+    "state": (DelayedScaling(), ("up",), "DelayedScaling has no place for the state of experts"),
     "dtype": (BlockScaling(), ("whole",), "its dtype int32 is none of FP8 layers"),
 }
 
@@ -140,7 +227,7 @@ def test_kernels_that_fp8_cannot_take_are_reported(name):
     recipe, kernels, reason = LEFT_ALONE[name]
     model = nnx.eval_shape(lambda: Experts(nnx.Rngs(0)))
     model.odd, model.whole = nnx.Param(jnp.ones((32, 20))), nnx.Param(jnp.ones((32, 32), jnp.int32))
-    report = convert(model, recipe, layers={Experts: KernelsLayer(kernels)})
+    report = convert(model, recipe, layers={Experts: KernelsLayer(kernels, ("top_k", 4))})
     assert type(model) is Experts
     assert {layer.reason for layer in report.skipped if layer.reason.startswith(reason)}
     assert not report.converted
@@ -176,7 +263,7 @@ class WithLora(nnx.Module):
         return self.down(nnx.gelu(self.up(x)))
 
 
-class Mlp(nnx.Module):
+class FlaxMlp(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Einsum("td,df->tf", (64, 32), rngs=rngs)
 
@@ -194,7 +281,7 @@ def with_random_adapters(model, seed=0):
 @nnx.jit
 def gradients_of_all(model, x):
     dy = jnp.cos(jnp.arange(32.0))
-    return nnx.value_and_grad(lambda model: jnp.sum(model(x) @ dy), argnums=nnx.DiffState(0, nnx.Param))(model)
+    return nnx.value_and_grad(lambda model: jnp.sum(model(x) @ dy), argnums=WRT)(model)
 
 
 def test_lora_of_flax_stays_beside_products_in_fp8(rng):
@@ -237,7 +324,7 @@ OF_QWIX = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::User
 def test_lora_of_qwix_before_or_after(rng):
     recipe = BlockScaling()
     qwix = pytest.importorskip("qwix", exc_type=ImportError)
-    plain, x = made(rng, Mlp), normal(rng, (16, 32))
+    plain, x = made(rng, FlaxMlp), normal(rng, (16, 32))
 
     def adapted(model):
         provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)
@@ -252,9 +339,10 @@ def test_lora_of_qwix_before_or_after(rng):
     for path, gradient in flat(results[0][1]).items():
         assert relative_error(gradient, flat(exact)[path]) < 0.12, path
     assert all(np.any(gradient) for path, gradient in flat(results[0][1]).items() if "lora" in path)
-    assert {layer.reason for layer in convert(after, DelayedScaling()).skipped if "lora" not in layer.path} == {
-        "DelayedScaling has no place for its state beside the LoRA of qwix: use a recipe without state"
-    }
+    assert len(convert(after, DELAYED).converted) == 2
+    _, gradients = gradients_of_all(after, x)
+    overwrite_with_gradient(after, gradients)
+    assert after.up.activation_amax_history[0] == np.abs(x).max()
 
 
 @OF_QWIX
@@ -270,9 +358,9 @@ def test_what_qwix_quantizes_is_left_alone_before_and_refused_after(kind):
         provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
         return qwix.quantize_model(model, provider, x)
 
-    report = convert(quantized(Mlp(nnx.Rngs(0))), BlockScaling())
+    report = convert(quantized(FlaxMlp(nnx.Rngs(0))), BlockScaling())
     assert {layer.reason for layer in report.layers if "lora" not in layer.path} == {"qwix has quantized its kernel"}
-    model = Mlp(nnx.Rngs(0))
+    model = FlaxMlp(nnx.Rngs(0))
     convert(model, BlockScaling())
     with pytest.raises(ValueError, match=r"kernel is an operand of .*: apply qwix before te_jax\.nnx\.convert"):
         quantized(model)
@@ -280,7 +368,7 @@ def test_what_qwix_quantizes_is_left_alone_before_and_refused_after(kind):
 
 def test_a_converted_layer_that_qwix_marks_runs_as_that_of_flax(rng):
     """Without qwix: its products are then in the call of Flax's class, where qwix finds them, and in FP8."""
-    model, x = made(rng, Mlp), normal(rng, (16, 32))
+    model, x = made(rng, FlaxMlp), normal(rng, (16, 32))
     convert(model, BlockScaling())
     expected = gradients_of_all(model, x)
     for path, module in nnx.iter_modules(model):
