@@ -453,7 +453,9 @@ def _flax_class(layer: type[nnx.Module]) -> type[nnx.Module] | None:
 
 
 def _stacked_shape(module: Any) -> tuple[int, ...] | None:
-    """The dimensions along which `nnx.vmap` stacked the layer, if they are the first ones."""
+    """The dimensions along which `nnx.vmap` stacked the layer, if they are the first ones. Other classes show none."""
+    if not _is_linear(module):
+        return ()
     shape = module.kernel.get_value().shape
     if _is_einsum(module):
         own = tuple(module.kernel_shape)
@@ -502,7 +504,7 @@ def _set_own_call(module: Any, converted: _Converted) -> None:
     for name, options in converted.options:
         if isinstance(options.recipe, DelayedScaling):
             module.te_jax_states[name] = state = former.get(name, nnx.Dict())
-            _set_scaling_state(state, options.recipe, state.uses.shape if "uses" in state else ())
+            _set_scaling_state(state, options.recipe, state.uses.shape if "uses" in state else _stacked_shape(module))
 
 
 def _restore(module: Any, before: _Before) -> None:

@@ -154,7 +154,13 @@ def test_each_kernel_has_a_state(rng):
     assert nnx.graphdef(model) == graphdef
 
 
-def test_states_of_a_stack_if_its_layers_are_converted(rng):
+def test_states_of_a_stack_of_flax_or_of_converted_layers(rng):
+    lora = nnx.eval_shape(
+        lambda: nnx.vmap(lambda rngs: nnx.LoRALinear(32, 64, lora_rank=4, rngs=rngs))(nnx.Rngs(0).split(3))
+    )
+    assert len(convert(lora, DELAYED).converted) == 1
+    assert lora.te_jax_states.kernel.uses.shape == (3,)
+
     def make(rngs):
         layer = Mlp(rngs)
         convert(layer, DELAYED, layers={f"{Mlp.__module__}.Mlp": KernelsLayer(("up", "down"))})
