@@ -361,7 +361,7 @@ def test_kernels_that_are_no_matrices(kind, mesh, rng):
         of_first, sums = both(placed, halves)
     whole = jax.jit(jax.value_and_grad(functools.partial(loss, fsdp=None)))
     first, second = (sum_of(whole, params, half) for half in halves)
-    assert_same(of_first, first, 1e-3)
+    assert_same(of_first, first, 5e-3)
     assert_same(sums, jax.tree.map(lambda a, b, like: (a + b).reshape(like.shape), first[1], second[1], sums), 1e-2)
     for found in (of_first[1], sums):
         for leaf, spec in zip(jax.tree.leaves(found), jax.tree.leaves(specs), strict=True):
