@@ -101,6 +101,9 @@ CHANGES = (
     ("1. `convert`", "_convert"),
     ("2. `te_jax.optim.adamw`, moments in bfloat16", "_adam"),
     ("3. `linear_cross_entropy`", "_loss"),
+    ("4. all of the head in FP8", "_logits"),
+    ("5. bfloat16 parameters with int16 remainders", "_params"),
+    ("6. `te_jax.ops.attention`, with FlashAttention 3", "_attention"),
     ("`TransformerBlock` in the place of the blocks", "_blocks"),
 )
 """The changes of the fast step, each with those before it: in words, and in names of implementations."""
@@ -261,7 +264,7 @@ def waiting_table(root: Path, page_folder: Path) -> str:
 
 
 def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str, str, Any]]) -> str:
-    """A line for each of `CHANGES` that has all figures; columns are a heading, a case, a library, and its figure."""
+    """A line for each of `CHANGES` that has all figures of NNX; columns are a heading, a case, a library, its figure."""
     family, device, operation = _FLAX
     results = _results(root, device, family)
     if not results.is_file():
@@ -270,9 +273,10 @@ def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str,
     rows = {(row["case"], row["implementation"]): row for row in document["rows"] if row["operation"] == operation}
     body = []
     for words, change in CHANGES:
-        found = [figure(rows[case, library + change], rows[case, library]) for _, case, library, figure in columns]
-        if None not in found:
-            body.append([words, *found])
+        pairs = [(rows.get((case, library + change)), rows.get((case, library))) for _, case, library, _ in columns]
+        found = [None if None in pair else column[3](*pair) for column, pair in zip(columns, pairs, strict=True)]
+        if all(figure is not None or library != "nnx" for figure, (*_, library, _) in zip(found, columns, strict=True)):
+            body.append([words, *(figure or "" for figure in found)])
     table = _markdown_table(["", *(heading for heading, *_ in columns)], body, left=1)
     link = _relative(results.with_suffix(".md"), page_folder)
     return f"{table}\n[All rows]({link}). {provenance(document)}\n"
