@@ -264,7 +264,7 @@ def waiting_table(root: Path, page_folder: Path) -> str:
 
 
 def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str, str, Any]]) -> str:
-    """A line for each of `CHANGES` that has all figures of NNX; columns are a heading, a case, a library, its figure."""
+    """A line for each of `CHANGES` with all figures of NNX; columns are a heading, a case, a library, and its figure."""
     family, device, operation = _FLAX
     results = _results(root, device, family)
     if not results.is_file():
@@ -275,7 +275,8 @@ def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str,
     for words, change in CHANGES:
         pairs = [(rows.get((case, library + change)), rows.get((case, library))) for _, case, library, _ in columns]
         found = [None if None in pair else column[3](*pair) for column, pair in zip(columns, pairs, strict=True)]
-        if all(figure is not None or library != "nnx" for figure, (*_, library, _) in zip(found, columns, strict=True)):
+        libraries = [library for _, _, library, _ in columns]
+        if all(figure is not None or library != "nnx" for figure, library in zip(found, libraries, strict=True)):
             body.append([words, *(figure or "" for figure in found)])
     table = _markdown_table(["", *(heading for heading, *_ in columns)], body, left=1)
     link = _relative(results.with_suffix(".md"), page_folder)
