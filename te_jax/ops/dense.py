@@ -81,7 +81,8 @@ def dense(
         dx = Q(g) Q(kernel)ᵀ,   dkernel = Q(x)ᵀ Q(g),   dbias = Σ g
 
     The residuals are x and kernel in FP8 and, with an activation, the values before it, under the names of
-    `te_jax.checkpoint_policies`. docs/fp8.md has the costs, FSDP, and how block scaling treats shapes.
+    `te_jax.checkpoint_policies`. docs/fp8.md has the costs, docs/sharding.md FSDP and how block scaling treats
+    shapes.
 
     Args:
       x: [*batch, *in], float32, bfloat16 or float16. Sharded in any way. Or a QuantizedArray of it, from
