@@ -1,4 +1,4 @@
-"""The arithmetic of attention layers of Linen and NNX: rotary positions, attention, and the cache of decoding."""
+"""The arithmetic of attention layers: rotary positions, attention, and the cache of decoding."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from te_jax.layers import linear
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
+
+Layers = tuple[linear.Layer, linear.Layer, linear.Layer]
+"""Those of query, key and value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Heads:
                 f"num_heads is {num_heads}, which does not divide the {in_features} input features: pass head_dim"
             )
         return cls(int(num_heads), int(num_kv_heads), int(head_dim or in_features // num_heads))
+
+    def repeated(self, devices: int) -> Heads:
+        """The same with the fewest heads of key and value, repeated, that all devices have equally many of.
+
+        Their number divides that of query heads, if that of devices does.
+        """
+        return dataclasses.replace(self, key_value=math.lcm(self.key_value, devices))
 
     @property
     def features(self) -> tuple[tuple[int, int], ...]:
@@ -121,7 +131,7 @@ def as_input(x: Any, in_features: int | None = None) -> Array | QuantizedArray:
 
 def project(
     x: Array | QuantizedArray,
-    layers: tuple[linear.Layer, linear.Layer, linear.Layer],
+    layers: Layers,
     heads: Heads,
     *,
     dtype: jax.typing.DTypeLike | None,
@@ -133,37 +143,36 @@ def project(
     With a tensor axis the time of x is split over devices, and then the heads are. Where there are too few heads of key
     and value, these are repeated.
     """
-    if tensor is None:
-        query, key, value = linear.linears(x, layers, features=heads.features, dtype=dtype, options=options)
-        return query, key, value
-    of_query, of_key, of_value = layers
-    if repeats := kv_repeats(heads.key_value, tensor.size):
-        of_key, of_value = (_repeated(layer, repeats, tensor) for layer in (of_key, of_value))
-    features = dataclasses.replace(heads, key_value=heads.key_value * (repeats or 1)).features
-    layers = of_query, of_key, of_value
-    query, key, value = linear.gathered_linears(
-        x, layers, features=features, dtype=dtype, options=options, tensor=tensor
-    )
+    if tensor is not None:
+        layers, heads = split_heads(layers, heads, tensor)
+    query, key, value = linear.linears(x, layers, features=heads.features, dtype=dtype, options=options, tensor=tensor)
     return query, key, value
 
 
 def heads_here(heads: Heads, tensor: TensorAxis) -> Heads:
     """The heads of the kernels in this place."""
-    repeats = kv_repeats(heads.key_value, tensor.size)
-    return Heads(tensor.here(heads.query), heads.key_value if repeats else tensor.here(heads.key_value), heads.head_dim)
+    is_split = heads == heads.repeated(tensor.size)
+    return Heads(
+        tensor.here(heads.query), tensor.here(heads.key_value) if is_split else heads.key_value, heads.head_dim
+    )
 
 
-def kv_repeats(num_kv_heads: int, devices: int) -> int:
-    """How often each head of key and value stands in the list of those that devices use; 0 where they split the heads.
+def split_heads(layers: Layers, heads: Heads, tensor: TensorAxis) -> tuple[Layers, Heads]:
+    """The layers of query, key and value, and their heads, where devices split the latter.
 
-    The list has the least number of heads that all devices can share, one after the other. It divides the number of
-    query heads, as both numbers do.
+    Kernels are [in, heads, head_dim] or [in, heads · head_dim]. Where there are too few heads of key and value, these
+    are repeated: of whole arrays all, else this device's.
     """
-    return math.lcm(num_kv_heads, devices) // num_kv_heads if num_kv_heads % devices else 0
+    repeated = heads.repeated(tensor.size)
+    if repeated == heads:
+        return layers, heads
+    query, *others = layers
+    key, value = (_repeated(layer, heads.key_value, repeated.key_value, tensor) for layer in others)
+    return (query, key, value), repeated
 
 
-def _repeated(layer: linear.Layer, repeats: int, tensor: TensorAxis) -> linear.Layer:
-    """The layer of key or value with as many heads as devices split: of whole arrays all, else this device's."""
+def _repeated(layer: linear.Layer, count: int, repeated: int, tensor: TensorAxis) -> linear.Layer:
+    """The layer of key or value, which has `count` heads, with `repeated` ones, or this device's part of these."""
     kernel = layer.kernel.added() if isinstance(layer.kernel, AccumulatedKernel) else layer.kernel
     if isinstance(kernel, QuantizedArray):
         raise ValueError(
@@ -172,12 +181,13 @@ def _repeated(layer: linear.Layer, repeats: int, tensor: TensorAxis) -> linear.L
         )
 
     def of_array(array: Array, axis: int) -> Array:
-        array = jnp.repeat(array, repeats, axis)
         if tensor.mesh is not None:
-            return array
-        count = array.shape[axis] // tensor.size
-        array = sharding.varying_over(array, frozenset((tensor.name,)))
-        return lax.dynamic_slice_in_dim(array, lax.axis_index(tensor.name) * count, count, axis)
+            return jnp.repeat(array, repeated // count, axis)
+        array, here = sharding.varying_over(array, frozenset((tensor.name,))), repeated // tensor.size
+        first, width = lax.axis_index(tensor.name) * here, array.shape[axis] // count
+        places = ((first + i) // (repeated // count) * width for i in range(here))
+        parts = [lax.dynamic_slice_in_dim(array, place, width, axis) for place in places]
+        return jnp.concatenate(parts, axis)
 
     return layer._replace(kernel=of_array(kernel, 1), bias=None if layer.bias is None else of_array(layer.bias, 0))
 

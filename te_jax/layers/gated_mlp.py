@@ -1,4 +1,4 @@
-"""The arithmetic of gated MLPs of Linen and NNX: one call of `te_jax.ops.gated_mlp` or `te_jax.parallel.gated_mlp`."""
+"""The arithmetic of gated MLPs: one call of `te_jax.ops.gated_mlp` or `te_jax.parallel.gated_mlp`."""
 
 from __future__ import annotations
 
@@ -45,9 +45,16 @@ def gated_mlp(
     accumulate = arguments.pop("accumulate")
 
     def local(x: Any, arguments: dict[str, Any]) -> Array:
-        shared: Any = {"recipe": options.recipe, "implementation": options.implementation}
         return parallel.gated_mlp(
-            x, axis_name=tensor.name, activation=activation, accumulate=accumulate, **arguments, **shared
+            x,
+            axis_name=tensor.name,
+            activation=activation,
+            recipe=options.recipe,
+            accumulate=accumulate,
+            transport=tensor.transport,
+            residual=tensor.residual,
+            implementation=options.implementation,
+            **arguments,
         )
 
     rows, columns = PartitionSpec(tensor.name), PartitionSpec(None, tensor.name)

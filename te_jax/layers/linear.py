@@ -1,4 +1,4 @@
-"""The arithmetic of linear layers of Linen and NNX: each layer becomes one call of `te_jax.ops.dense`."""
+"""The arithmetic of linear layers: each layer becomes one call of `te_jax.ops.dense`."""
 
 from __future__ import annotations
 
@@ -115,14 +115,18 @@ def linears(
     features: Sequence[tuple[int, ...]],
     dtype: jax.typing.DTypeLike | None,
     options: Options,
+    tensor: TensorAxis | None = None,
 ) -> tuple[Array, ...]:
     """x · kernel + bias of several layers that share one quantized x, contracting its last dimension.
 
     Each result [*other dimensions of x, *features] has the given dtype, or what x, kernels and biases promote to. x may
-    come in FP8.
+    come in FP8. With a tensor axis the time of x is split over devices, and kernels, biases and results are along the
+    first of a layer's features.
     """
     dtype = result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
     x = cast(x, dtype)
+    if tensor is not None:
+        return _gathered_linears(x, layers, features, options, tensor)
     kernels = dense_kernels([layer.kernel for layer in layers])
     columns = [
         kernel.shape[kernel.row_ndim :] if isinstance(kernel, QuantizedArray) else sizes
@@ -140,20 +144,14 @@ def linears(
     )
 
 
-def gathered_linears(
+def _gathered_linears(
     x: Array | QuantizedArray,
     layers: Sequence[Layer],
-    *,
     features: Sequence[tuple[int, ...]],
-    dtype: jax.typing.DTypeLike | None,
     options: Options,
     tensor: TensorAxis,
 ) -> tuple[Array, ...]:
-    """`linears` of an x [*batch, time, in] whose time is split over devices, each of which has a part of the features.
-
-    Kernels, biases and results are split along the first of a layer's features, of which there are `features`.
-    """
-    dtype = result_dtype(dtype, x, *(array for layer in layers for array in (layer.kernel, layer.bias)))
+    """`linears` of an x [*batch, time, in] whose time is split over devices."""
     arguments = tensor.dense_kernels([layer.kernel for layer in layers], x)
     accumulate = arguments["accumulate"]
     parts = [(first // tensor.size, *others) for first, *others in features]
@@ -175,6 +173,8 @@ def gathered_linears(
             scaling_state=states,
             wgrad_accumulator=accumulators,
             accumulate=accumulate,
+            transport=tensor.transport,
+            residual=tensor.residual,
             implementation=options.implementation,
         )
         return tuple(y.reshape(*y.shape[: x.ndim - 1], *sizes) for y, sizes in zip(ys, parts, strict=True))
@@ -186,7 +186,7 @@ def gathered_linears(
     in_specs = tensor.specs("x", x, stream), of_kernels, columns, PartitionSpec(tensor.name), PartitionSpec()
     outs = PartitionSpec(*stream[:-1], None, tensor.name)
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
-    operands = cast(x, dtype), kernels, arguments["wgrad_accumulator"], tuple(layer.bias for layer in layers)
+    operands = x, kernels, arguments["wgrad_accumulator"], tuple(layer.bias for layer in layers)
     return tensor.call(local, (*operands, states or None), in_specs, outs)
 
 
@@ -199,8 +199,8 @@ def gathered_linear(
     options: Options,
     tensor: TensorAxis,
 ) -> Array:
-    """`gathered_linears` of one layer, and its activation."""
-    (y,) = gathered_linears(x, (layer,), features=(features,), dtype=dtype, options=options, tensor=tensor)
+    """`linears` of one layer with a tensor axis, and its activation."""
+    (y,) = linears(x, (layer,), features=(features,), dtype=dtype, options=options, tensor=tensor)
     return y if activation is None else ops.activation(y, activation)
 
 
@@ -212,12 +212,15 @@ def scattered_linear(
     features: tuple[int, ...],
     dtype: jax.typing.DTypeLike | None,
     options: Options,
-    tensor: TensorAxis,
+    tensor: TensorAxis | None = None,
 ) -> Array:
-    """`linear` over the last dimensions `axis` of an x [*batch, time, *in], whose first one is split over devices.
+    """`linear` over the last dimensions `axis` of an x [*batch, time, *in].
 
-    Kernels are split along the first of their rows. In the result the time is.
+    With a tensor axis the first of these is split over devices, and kernels are along the first of their rows. In the
+    result the time is.
     """
+    if tensor is None:
+        return linear(x, *layer, axis=axis, features=features, dtype=dtype, activation=None, options=options)
     dtype = result_dtype(dtype, x, layer.kernel, layer.bias)
     arguments = tensor.dense_kernels([layer.kernel], x)
     accumulate = arguments["accumulate"]
@@ -234,6 +237,7 @@ def scattered_linear(
             scaling_state=state,
             wgrad_accumulator=None if accumulator is None else accumulator.reshape(rows, cols),
             accumulate=accumulate,
+            transport=tensor.transport,
             implementation=options.implementation,
         )
         return y.reshape(*y.shape[:-1], *features)

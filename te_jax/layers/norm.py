@@ -1,4 +1,4 @@
-"""The arithmetic of norms of Linen and NNX, and what they hand over to the layers behind them."""
+"""The arithmetic of norms, and what they hand over to the layers behind them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def normalize(
     bias: Array | None,
     *,
     dtype: jax.typing.DTypeLike | None,
-    quantization: Quantization | None,
+    quantization: Quantization | None = None,
     options: Options,
 ) -> Any:
     """y, or (y, x + residual), in the given dtype, or in what x, residual, scale and bias promote to.

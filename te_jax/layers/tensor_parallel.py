@@ -1,4 +1,4 @@
-"""A mesh axis whose devices share the layers of Linen and NNX: tensor parallel, with sequence parallelism in between.
+"""A mesh axis whose devices share layers: tensor parallel, with sequence parallelism in between.
 
 Between layers a device has a part of the time, inside them a part of the heads, hidden features or experts.
 """
@@ -18,6 +18,7 @@ from te_jax import sharding
 from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.parallel.fsdp import quantized_specs
+from te_jax.parallel.options import Residual, Transport
 from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import Recipe
 from te_jax.sharding import axes_of_entry
@@ -78,18 +79,21 @@ def refuse_decoding(tensor_axis: str | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TensorAxis:
-    """The axis in the place where a module is called.
+    """The axis in the place where a layer is called.
 
     Attributes:
       name: of the axis.
       size: number of devices along it.
       mesh: over which arrays here are whole. None inside a `shard_map` that has mapped the axis: arrays, and kernels
         too, are this device's parts.
+      transport, residual: see `te_jax.parallel.all_gather_matmul`.
     """
 
     name: str
     size: int
     mesh: AbstractMesh | None
+    transport: Transport = "auto"
+    residual: Residual = "gathered"
 
     @classmethod
     def of(cls, tensor_axis: str | None) -> TensorAxis | None:

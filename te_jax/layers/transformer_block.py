@@ -1,4 +1,4 @@
-"""The arithmetic of transformer blocks of Linen and NNX: the residual stream, and the recipes of its branches."""
+"""The arithmetic of transformer blocks: the residual stream, and the recipes of its branches."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import math
 from typing import Any, Literal, get_args
 
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
-from te_jax.layers.attention import RopeScaling
+from te_jax.layers.attention import Heads, RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.layers.stack import Remat, check_remat
 from te_jax.offload import Offload
@@ -327,6 +327,11 @@ class DecoderConfig:
                 rows, columns = self.kernel_shapes[name]
                 shapes |= {f"{name}_a": (rows, lora.rank), f"{name}_b": (lora.rank, columns)}
         return shapes
+
+    @property
+    def heads(self) -> Heads:
+        """The sizes of attention."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

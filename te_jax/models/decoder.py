@@ -2,7 +2,7 @@
 
 RMSNorm before each block, rotary positions, grouped-query attention, a gated MLP, and what `DecoderConfig` names of
 other models of the family. Each layer has parameters of its own, in a list, and `te_jax.layers.apply_layers` runs them.
-Norms, attention and MLP are `te_jax.ops.rms_norm`, `attention` and `gated_mlp`.
+Its blocks compute by the functions of `te_jax.layers`, as those of `te_jax.flax` and `te_jax.nnx` do.
 
 With a recipe, the projections of attention and MLP run in FP8. The output head stays in `dtype`, where the rounding of
 FP8 would reach every logit directly; the GEMMs of its gradients, or all of them, run in FP8 where `head_recipe` and
@@ -27,14 +27,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
-from te_jax.layers.attention import rotary_tables, rotate
+from te_jax.layers import linear
+from te_jax.layers.attention import rotary_tables
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
+from te_jax.models.block import Balance, Block, rms_norm
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_facts
-from te_jax.models.mixture import Balance
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
-from te_jax.models.tensor_parallel import Projections
 from te_jax.ops.linear.kernels import Requantize
 from te_jax.parallel import FSDP, ring_attention
 from te_jax.parallel.ring_attention import positions_here
@@ -224,10 +224,9 @@ def apply(
     """
 
     def logits(x: jax.Array, head: Any) -> jax.Array:
-        arguments = dense_kernels((head,))
-        if parallel is not None:
-            return tensor_parallel.logits(x, arguments["kernel"][0], parallel, implementation)
-        return ops.dense(x, **arguments, implementation=implementation)[0]
+        layer, options = linear.Layer(head, None, None), linear.Options(None, None, implementation)
+        of: Any = {"features": ((config.vocab_size,),), "dtype": config.dtype, "options": options}
+        return linear.linears(x, (layer,), tensor=None if parallel is None else parallel.tensor, **of)[0]
 
     return _run(params, tokens, config, scaling_state, segment_ids, parallel, implementation, logits)[0]
 
@@ -354,7 +353,6 @@ def _run(
     ) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
-        projections = Projections(layer, state, config, parallel, implementation)
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> jax.Array:
             options: Any = {"causal": True, "window": window, "segment_ids": segment_ids}
@@ -366,12 +364,12 @@ def _run(
                 return ring_attention(query, key, value, axis_name=context_axis, **options)
             return ops.attention(query, key, value, sinks=sinks, **options)
 
-        x, own = run_block(x, projections, rotary, attend)
+        x, own = Block(layer, state, config, parallel, implementation)(x, rotary, attend)
         return x, _together(balance, own)
 
     def ending(carried: tuple[jax.Array, Balance | None], last: dict[str, Any]) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
-        x = final_norm(x, last["final_norm"], config, implementation)
+        x = rms_norm(last["final_norm"], config, implementation)(x, None)
         return of_head(x, last["head"]), balance
 
     x = tensor_parallel.embed(params["embedding"], tokens, config, parallel)
@@ -449,43 +447,6 @@ def check_tokens(name: str, tokens: jax.Array) -> None:
         )
     if tokens.size == 0:
         raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
-
-
-def run_block(
-    x: jax.Array,
-    projections: Projections,
-    rotary: tuple[jax.Array, jax.Array],
-    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array],
-) -> tuple[jax.Array, Balance | None]:
-    """The residual stream after a block, and the balance of its experts.
-
-    Args:
-      x: the residual stream before it.
-      projections: the block's parameters.
-      rotary: cos and sin, of `rotary_tables`.
-      attend: attention of query, key and value [batch, time, heads, head_dim], with the scores of sinks [heads].
-    """
-    config, layer = projections.config, projections.layer
-    normed, x = projections.norm(x, "attention_norm")
-    query, key, value = (
-        projected.reshape(*projected.shape[:2], -1, config.head_dim)
-        for projected in projections.from_stream(normed, ("query", "key", "value"))
-    )
-    if config.qk_norm:
-        query, key = projections.norm_heads(query, "query_norm"), projections.norm_heads(key, "key_norm")
-    mixed = attend(rotate(query, *rotary), rotate(key, *rotary), value, layer.get("sinks"))
-    mixed = projections.to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
-    normed, x = projections.norm(mixed, "mlp_norm", residual=x)
-    y, balance = projections.mlp(normed)
-    return x + y, balance
-
-
-def final_norm(
-    x: jax.Array, scale: jax.Array, config: DecoderConfig, implementation: Implementation | None
-) -> jax.Array:
-    """What the head reads."""
-    options: Any = {"epsilon": config.norm_eps, "zero_centered": config.zero_centered_norms}
-    return ops.rms_norm(x, scale, implementation=implementation, **options)
 
 
 def head_of(params: dict[str, Any], config: DecoderConfig, parallel: TensorParallel | None = None) -> Any:

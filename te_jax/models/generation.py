@@ -15,11 +15,11 @@ from jax.core import Tracer
 
 from te_jax import ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
-from te_jax.layers.attention import Cache, Heads, attend_cached, rotary_tables
+from te_jax.layers.attention import Cache, attend_cached, rotary_tables
 from te_jax.models import tensor_parallel
+from te_jax.models.block import Block, rms_norm
 from te_jax.models.config import DecoderConfig, kernel_facts
-from te_jax.models.decoder import Implementation, check_tokens, final_norm, head_of, requantize, run_block
-from te_jax.models.tensor_parallel import Projections
+from te_jax.models.decoder import Implementation, check_tokens, head_of, requantize
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling
@@ -150,8 +150,7 @@ def _generate(
 ) -> Array:
     params = _quantized_once(params, config, implementation)
     batch, time = prompt.shape
-    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-    caches = [Cache.empty(batch, time + count, heads, config.dtype) for _ in range(config.num_layers)]
+    caches = [Cache.empty(batch, time + count, config.heads, config.dtype) for _ in range(config.num_layers)]
 
     def chosen(logits: Array, place: Array) -> Array:
         if not draws:
@@ -247,7 +246,7 @@ def _run(
             # Without a mask for those that are not there yet, which cuDNN would have to read.
             return ops.attention(query, key, value, causal=True, **options) if time > 1 else mixed
 
-        x, _ = run_block(x, Projections(layer, None, config, None, implementation), rotary, attend)
-    x = final_norm(x[:, -1:], params["final_norm"], config, implementation)[:, 0]
+        x, _ = Block(layer, None, config, None, implementation)(x, rotary, attend)
+    x = rms_norm(params["final_norm"], config, implementation)(x[:, -1:], None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
     return sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled

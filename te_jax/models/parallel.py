@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ from jax.sharding import PartitionSpec
 
 from te_jax._core.arguments import is_whole_number
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
-from te_jax.layers.attention import kv_repeats
 from te_jax.layers.microbatches import AccumulatedKernel
+from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.models.config import MLP, DecoderConfig, kernel_facts
 from te_jax.ops.linear.arguments import recipes_of
 from te_jax.parallel.fsdp import FSDP, quantized_specs, split_dimension
@@ -112,6 +113,11 @@ class TensorParallel:
         as_transport(self.transport)
         validate_residual(self.residual)
 
+    @property
+    def tensor(self) -> TensorAxis:
+        """The axis as layers take it inside `shard_map`."""
+        return TensorAxis(self.axis_name, self.size, None, self.transport, self.residual)
+
     def check(self, config: DecoderConfig) -> None:
         """Checks that a decoder can be split like this.
 
@@ -169,7 +175,7 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
     parallel.check(config)
     axis = parallel.axis_name
     rows, columns, everywhere = PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec()
-    kv = columns if kv_heads(config, parallel.size).is_split else everywhere
+    kv = everywhere if config.num_kv_heads % parallel.size else columns
     embedding: PartitionSpec = columns
     layer = {
         **dict.fromkeys(config.other_shapes, everywhere),
@@ -191,7 +197,10 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, An
         if config.experts.biases:
             layer |= dict.fromkeys((f"{name}_bias" for name in MLP), of_experts)
     if (fsdp := parallel.fsdp) is not None:
-        layer |= {name: _with_fsdp(name, layer[name], config, parallel, fsdp) for name in config.kernel_shapes}
+        for name, entries, split in _gathered_kernels(layer, config, parallel, fsdp):
+            if split is not None:
+                entries[split[0]] += (fsdp.axis_name,)
+                layer[name] = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
         # A tied head's rows are those of one device of fsdp, one after the other.
         axes = (fsdp.axis_name, axis) if config.tied_head else (axis, fsdp.axis_name)
         embedding = PartitionSpec(None, axes)
@@ -217,38 +226,22 @@ def loop_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, Par
     return layer
 
 
-def _with_fsdp(name: str, spec: PartitionSpec, config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP):
-    """The spec of a kernel whose parts are split once more."""
-    entries = _entries(spec, config.kernel_shapes[name])
-    found = _fsdp_dimension(entries, config.kernel_shapes[name], parallel, fsdp)
-    if not _is_gathered(name, entries, config, fsdp) or found is None:
-        return spec
-    dim, _ = found
-    entries[dim] = (*entries[dim], fsdp.axis_name)
-    return PartitionSpec(*((axes[0] if len(axes) == 1 else axes) if axes else None for axes in entries))
+def _gathered_kernels(
+    layer: dict[str, PartitionSpec], config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP
+) -> Iterator[tuple[str, list[tuple[str, ...]], tuple[int, bool] | None]]:
+    """The kernels of a block that `fsdp` gathers: names, axes that split each dimension, and `split_dimension`.
 
-
-def _entries(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-    return [axes_of_entry(entry) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
-
-
-def _is_gathered(name: str, entries: list[tuple[str, ...]], config: DecoderConfig, fsdp: FSDP) -> bool:
-    """Not small kernels, the router, and experts that the axis splits, of which each device has its own."""
-    is_large = math.prod(config.kernel_shapes[name]) >= fsdp.min_size
-    return is_large and name != "router" and fsdp.axis_name not in itertools.chain(*entries)
-
-
-def _fsdp_dimension(
-    entries: list[tuple[str, ...]], shape: tuple[int, ...], parallel: TensorParallel, fsdp: FSDP
-) -> tuple[int, bool] | None:
-    """`split_dimension` of the rows and columns that devices along `parallel.axis_name` have."""
-    stacked = len(shape) - 2
-    matrix = [
-        count // parallel.size if parallel.axis_name in axes else count
-        for axes, count in zip(entries[stacked:], shape[stacked:], strict=True)
-    ]
-    found = split_dimension(matrix, fsdp.size)
-    return None if found is None else (stacked + found[0], found[1])
+    Not small kernels, the router, and experts that the axis splits, of which each device has its own.
+    """
+    for name, shape in config.kernel_shapes.items():
+        spec, stacked = layer[name], len(shape) - 2
+        entries = [axes_of_entry(entry) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
+        if math.prod(shape) < fsdp.min_size or name == "router" or fsdp.axis_name in itertools.chain(*entries):
+            continue
+        sizes = zip(shape, entries, strict=True)
+        parts = [count // parallel.size if parallel.axis_name in axes else count for count, axes in sizes]
+        split = split_dimension(parts[stacked:], fsdp.size)
+        yield name, entries, None if split is None else (stacked + split[0], split[1])
 
 
 def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:
@@ -257,15 +250,14 @@ def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> 
         return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
     by_blocks = kernel_facts(config).in_blocks
     layer = param_specs(config, dataclasses.replace(parallel, fsdp=None))["layers"][0]
-    for name, shape in config.kernel_shapes.items():
-        entries = _entries(layer[name], shape)
-        if not _is_gathered(name, entries, config, fsdp):
-            continue
-        found = _fsdp_dimension(entries, shape, parallel, fsdp)
-        if found is None:
-            return f"{name} has shape {shape}, of which it divides no dimension"
-        if by_blocks and not found[1]:
-            return f"{name} has shape {shape}, and no dimension has parts that are whole blocks of {BLOCK}"
+    for name, _, split in _gathered_kernels(layer, config, parallel, fsdp):
+        if split is None:
+            return f"{name} has shape {config.kernel_shapes[name]}, of which it divides no dimension"
+        if by_blocks and not split[1]:
+            return (
+                f"{name} has shape {config.kernel_shapes[name]}, and no dimension has parts that are whole blocks of "
+                f"{BLOCK}"
+            )
     return None
 
 
@@ -289,28 +281,6 @@ def operand_specs(specs: Any, operands: Any) -> Any:
     return jax.tree.map(of, operands, specs, is_leaf=lambda x: isinstance(x, QuantizedArray | AccumulatedKernel))
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyValueHeads:
-    """Which key and value heads the devices use.
-
-    Attributes:
-      per_device: how many each of them uses.
-      repeats: how often each head stands in the list of what all devices use, one device after the other.
-    """
-
-    per_device: int
-    repeats: int
-
-    @property
-    def is_split(self) -> bool:
-        return self.repeats == 1
-
-
-def kv_heads(config: DecoderConfig, size: int) -> KeyValueHeads:
-    repeats = kv_repeats(config.num_kv_heads, size) or 1
-    return KeyValueHeads(config.num_kv_heads * repeats // size, repeats)
-
-
 def _misfit(config: DecoderConfig, size: int, splits_experts: bool) -> str | None:
     """Why the decoder cannot be split into so many parts, or None."""
     split = {name: getattr(config, name) for name in ("num_heads", "hidden_size", "mlp_size", "vocab_size")}
@@ -327,7 +297,7 @@ def _misfit(config: DecoderConfig, size: int, splits_experts: bool) -> str | Non
         return None
     columns = {
         "query": config.num_heads // size * config.head_dim,
-        "key": kv_heads(config, size).per_device * config.head_dim,
+        "key": config.heads.repeated(size).key_value // size * config.head_dim,
         "gate": mlp_size,
         "out": config.hidden_size,
     }

@@ -29,8 +29,7 @@ from te_jax.debug._functions import traced_with
 from te_jax.layers import Router, accumulate_gradients, apply_layers, dense_kernels, scan_layers
 from te_jax.layers.attention import rotary_tables
 from te_jax.models import DecoderConfig, Experts, Lora, TensorParallel, is_head, join_adapters, split_adapters
-from te_jax.models.decoder import run_block
-from te_jax.models.tensor_parallel import Projections
+from te_jax.models.block import Block
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.ops import Activation
 from te_jax.parallel import FSDP, context_order, ring_attention, shard_specs
@@ -230,8 +229,8 @@ def loss_of_layers(row, config, mesh, parallel):
                     return ring_attention(query, key, value, axis_name=context, **masks)
                 return ops.attention(query, key, value, **masks)
 
-            projections = Projections(params, state, config, None, row["implementation"])
-            x, _ = run_block(x, projections, closed_over or tables(), attend)
+            block = Block(params, state, config, None, row["implementation"])
+            x, _ = block(x, closed_over or tables(), attend)
             if key is not None:
                 x = jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, jnp.zeros((), x.dtype))
             return x, segments

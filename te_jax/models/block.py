@@ -1,0 +1,180 @@
+"""A block of the decoder: `te_jax.layers` with its parameters, called by their names in `te_jax.models.init`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax import native, ops
+from te_jax.layers import linear, mixture, norm, transformer_block
+from te_jax.layers.attention import rotate, split_heads
+from te_jax.layers.gated_mlp import gated_mlp
+from te_jax.layers.tensor_parallel import TensorAxis
+from te_jax.models.config import MLP, DecoderConfig
+from te_jax.models.parallel import TensorParallel
+from te_jax.recipe import DelayedScalingState
+from te_jax.reference.activation import Activation
+
+_QKV = ("query", "key", "value")
+
+
+class Balance(NamedTuple):
+    """The auxiliary loss and the largest load of the experts of the blocks so far: float32 scalars."""
+
+    auxiliary: jax.Array
+    largest_load: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The parameters of a block, and how it computes with them.
+
+    Where devices share the block, the residual stream is this device's part of the time, and all else its heads and
+    columns of the MLP.
+    """
+
+    params: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.layers.accumulate_gradients`
+    scaling_state: dict[str, DelayedScalingState] | None
+    config: DecoderConfig
+    parallel: TensorParallel | None
+    implementation: native.Implementation | None
+
+    def __call__(
+        self,
+        x: Array,
+        rotary: tuple[Array, Array],
+        attend: Callable[[Array, Array, Array, Array | None], Array],
+    ) -> tuple[Array, Balance | None]:
+        """The residual stream after the block, and the balance of its experts.
+
+        Args:
+          x: the residual stream before it.
+          rotary: cos and sin, of `te_jax.layers.attention.rotary_tables`.
+          attend: attention of query, key and value [batch, time, heads, head_dim], with the scores of sinks [heads].
+        """
+        config, balance = self.config, None
+
+        def attention(x: Any) -> Array:
+            query, key, value = self._heads(x)
+            if config.qk_norm:
+                query, key = self._norm("query_norm")(query, None), self._norm("key_norm")(key, None)
+            mixed = attend(rotate(query, *rotary), rotate(key, *rotary), value, self.params.get("sinks"))
+            return self._to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
+
+        def mlp(x: Any) -> Array:
+            nonlocal balance
+            y, balance = (self._dense_mlp(x), None) if config.experts is None else self._mixture(x)
+            return y
+
+        # Adapters and routers read values.
+        recipes = transformer_block.Recipes(
+            None if self._is_adapted(*_QKV) else config.recipe,
+            None if self._is_adapted(*MLP[:2]) or config.experts is not None else config.recipe,
+        )
+        of_attention, of_mlp = self._norm("attention_norm"), self._norm("mlp_norm")
+        x = transformer_block.apply(x, of_attention, attention, of_mlp, mlp, recipes, self._tensor)
+        return x, balance
+
+    @property
+    def _tensor(self) -> TensorAxis | None:
+        return None if self.parallel is None or self.parallel.size == 1 else self.parallel.tensor
+
+    @property
+    def _arithmetic(self) -> dict[str, Any]:
+        options = linear.Options(self.config.recipe, None, self.implementation)
+        return {"dtype": self.config.dtype, "options": options, "tensor": self._tensor}
+
+    def _norm(self, name: str) -> Callable[..., Any]:
+        return rms_norm(self.params[name], self.config, self.implementation)
+
+    def _layer(self, name: str) -> linear.Layer:
+        state = None if self.scaling_state is None else self.scaling_state[name]
+        return linear.Layer(self.params[name], self.params.get(f"{name}_bias"), state)
+
+    def _heads(self, x: Any) -> tuple[Array, ...]:
+        """Query, key and value [batch, time, heads, head_dim]."""
+        layers, heads = (self._layer("query"), self._layer("key"), self._layer("value")), self.config.heads
+        if self._tensor is not None:
+            layers, heads = split_heads(layers, heads, self._tensor)
+        ys = self._from_stream(x, dict(zip(_QKV, layers, strict=True)), [math.prod(sizes) for sizes in heads.features])
+        return tuple(y.reshape(*y.shape[:2], -1, heads.head_dim) for y in ys)
+
+    def _from_stream(self, x: Any, layers: dict[str, linear.Layer], features: Sequence[int]) -> tuple[Array, ...]:
+        """A norm's result [batch, time, D] times kernels: [batch, time, features] for each, by name."""
+        products = [layer._replace(bias=None) for layer in layers.values()]
+        ys = linear.linears(x, products, features=[(count,) for count in features], **self._arithmetic)
+        return tuple(self._added(y, x, *layer) for y, layer in zip(ys, layers.items(), strict=True))
+
+    def _to_stream(self, x: Array, name: str) -> Array:
+        """[batch, time, N] times a kernel [N, D]: what is added to the residual stream."""
+        layer, features = self._layer(name), (self.config.hidden_size,)
+        y = linear.scattered_linear(x, layer._replace(bias=None), axis=(2,), features=features, **self._arithmetic)
+        return self._added(y, x, name, layer)
+
+    def _added(self, y: Array, x: Any, name: str, layer: linear.Layer) -> Array:
+        """y = x · kernel, and what the adapter of the kernel and the bias add."""
+        if self._is_adapted(name):
+            assert self.config.lora is not None
+            a, b = (self.params[f"{name}_{part}"].astype(x.dtype) for part in "ab")
+            y = y + ops.dense(ops.dense(x, a), b * jnp.asarray(self.config.lora.scale, b.dtype))
+        # Beside the products, since XLA adds it where it rotates, normalizes or adds the stream.
+        return y if layer.bias is None else y + jnp.expand_dims(layer.bias.astype(y.dtype), (0, 1))
+
+    def _is_adapted(self, *names: str) -> bool:
+        return self.config.lora is not None and not set(names).isdisjoint(self.config.lora.names)
+
+    def _dense_mlp(self, x: Any) -> Array:
+        activation = Activation.of(self.config.activation)
+        gate, up, down = (self._layer(name) for name in MLP)
+        if not self._is_adapted(*MLP):
+            return gated_mlp(x, gate, up, down, activation, **self._arithmetic)
+        of_gate, of_up = self._from_stream(x, {"gate": gate, "up": up}, [self.config.mlp_size] * 2)
+        return self._to_stream(ops.gated_activation(of_gate, of_up, activation), "down")
+
+    def _mixture(self, x: Array) -> tuple[Array, Balance]:
+        """The experts' result for tokens x [batch, time, D], and how all tokens share the experts."""
+        config, parallel, experts = self.config, self.parallel, self.config.experts
+        assert experts is not None
+        token_axes = expert_axes = None
+        if parallel is not None:
+            token_axes = (*parallel.batch_axes, parallel.axis_name)
+            whole = parallel.size == 1 and parallel.expert_axes == (parallel.axis_name,)
+            expert_axes = None if whole else parallel.expert_axes or None
+        gate, up, down = (self._layer(name) for name in MLP)
+        result = mixture.moe_of_layers(
+            x,
+            self._layer("router"),
+            (gate, up, down),
+            experts.router,
+            expert_bias=None,
+            dtype=config.dtype,
+            options=mixture.Options(
+                Activation.of(config.activation),
+                mixture.ExpertParallel.of(expert_axes),
+                config.recipe,
+                self.implementation,
+            ),
+        )
+        over: Any = {"token_axis": token_axes}
+        chosen = result.routing.experts
+        auxiliary = jnp.zeros((), jnp.float32)
+        if experts.balance_weight:
+            balance = ops.load_balancing_loss(result.logits, chosen, score=experts.router.score, **over)
+            auxiliary += experts.balance_weight * balance
+        if experts.z_weight:
+            auxiliary += experts.z_weight * ops.router_z_loss(result.logits, **over)
+        counts = ops.expert_counts(chosen, experts.num_experts, **over).astype(jnp.float32)
+        return result.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
+
+
+def rms_norm(scale: Array, config: DecoderConfig, implementation: native.Implementation | None) -> Callable[..., Any]:
+    """A norm of the decoder, of (x, residual or None): see `te_jax.layers.norm.normalize`."""
+    options = norm.Options("rms", config.norm_eps, config.zero_centered_norms, implementation)
+    return functools.partial(norm.normalize, scale=scale, bias=None, dtype=config.dtype, options=options)
