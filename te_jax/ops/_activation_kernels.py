@@ -73,9 +73,9 @@ def activate_quantized(
     fused = _fused(weights, request) if use_native else PLAIN
     if fused.is_plain:
         return quantize_requested(activated(function, gate, up, weights), amax, request, use_native)
-    own_amax = None
+    current_amax = None
     if request.with_amax if fused.in_blocks else amax is None:
-        own_amax = _amax(function, gate, up, request)
+        current_amax = _amax(function, gate, up, request)
     if fused.in_blocks:
         kernels = Kernels(request, gate.ndim, blocked_groups(request.quantization, request.copies))
         scales = kernels.block_scales()
@@ -90,19 +90,19 @@ def activate_quantized(
         kernels = Kernels(request, gate.ndim)
         data, transposed, scale_inv, transposed_scale_inv, seen_amax = kernels.run(
             "te_activation_tensor",
-            [(kernels.x, gate), (kernels.x, up), ((), own_amax if amax is None else amax)],
+            [(kernels.x, gate), (kernels.x, up), ((), current_amax if amax is None else amax)],
             [
                 kernels.data,
                 kernels.transposed,
                 *kernels.tensor_scales(amax_operand=2),
-                AMAX if request.with_amax and own_amax is None else None,
+                AMAX if request.with_amax and current_amax is None else None,
             ],
             **dataclasses.asdict(function),
             power_of_two_scales=request.quantization.power_of_two_scales,
         )
         arrays = data, scale_inv, transposed, transposed_scale_inv
-        own_amax = seen_amax if own_amax is None else own_amax
-    return QuantizedParts(quantized_array(gate, arrays, request), own_amax if request.with_amax else None, None)
+        current_amax = seen_amax if current_amax is None else current_amax
+    return QuantizedParts(quantized_array(gate, arrays, request), current_amax if request.with_amax else None, None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 7, 8, 9), inline=sharding.INLINE)
@@ -172,10 +172,10 @@ def _gradients_in_tensors(
 ) -> Gradients:
     gate, up, _ = operands
     gate_amax, up_amax, y_amax = amaxes
-    own_amaxes: list[Array | None] = [None, None]
+    current_amaxes: list[Array | None] = [None, None]
     if gate_amax is None:
-        own_amaxes = _amaxes_of_gradients(function, operands, request)
-        gate_amax, up_amax = own_amaxes
+        current_amaxes = _amaxes_of_gradients(function, operands, request)
+        gate_amax, up_amax = current_amaxes
     if y_request is None:
         y_amax = None
     elif y_amax is None:
@@ -183,10 +183,10 @@ def _gradients_in_tensors(
     kernels, y_kernels = Kernels(request, gate.ndim), y_request and Kernels(y_request, gate.ndim)
 
     def results(amax_operand: int) -> list[Result | None]:
-        own = AMAX if request.with_amax and own_amaxes[0] is None else None
-        return [kernels.data, kernels.transposed, *kernels.tensor_scales(amax_operand), own, kernels.dbias]
+        amax_result = AMAX if request.with_amax and current_amaxes[0] is None else None
+        return [kernels.data, kernels.transposed, *kernels.tensor_scales(amax_operand), amax_result, kernels.dbias]
 
-    found = kernels.run(
+    arrays = kernels.run(
         "te_activation_gradient_tensor",
         [*((kernels.x, x) for x in operands), ((), gate_amax), ((), up_amax), ((), y_amax)],
         [
@@ -199,14 +199,18 @@ def _gradients_in_tensors(
         y_power_of_two_scales=y_request is not None and y_request.quantization.power_of_two_scales,
     )
 
-    def parts(first: int, own_amax: Array | None) -> QuantizedParts:
-        data, transposed, scale_inv, transposed_scale_inv, seen_amax, dbias = found[first : first + 6]
+    def parts(first: int, current_amax: Array | None) -> QuantizedParts:
+        data, transposed, scale_inv, transposed_scale_inv, seen_amax, dbias = arrays[first : first + 6]
         array = quantized_array(gate, (data, scale_inv, transposed, transposed_scale_inv), request)
-        amax = seen_amax if own_amax is None else own_amax
+        amax = seen_amax if current_amax is None else current_amax
         return QuantizedParts(array, amax if request.with_amax else None, dbias)
 
-    up_parts = None if up is None else parts(6, own_amaxes[1])
-    return parts(0, own_amaxes[0]), up_parts, y_request and quantized_array(gate, (None, None, *found[12:]), y_request)
+    up_parts = None if up is None else parts(6, current_amaxes[1])
+    return (
+        parts(0, current_amaxes[0]),
+        up_parts,
+        y_request and quantized_array(gate, (None, None, *arrays[12:]), y_request),
+    )
 
 
 def _gradients_in_blocks(
@@ -224,7 +228,7 @@ def _gradients_in_blocks(
     scales = kernels.block_scales()
     results = [kernels.data, scales[0], kernels.transposed, scales[1], kernels.dbias]
     y_attributes = block_attributes(y_request.quantization if y_request else request.quantization)
-    found = kernels.run(
+    arrays = kernels.run(
         "te_activation_gradient_blocks",
         [*((kernels.x, x) for x in operands), (kernels.rows, weights)],
         [
@@ -240,11 +244,11 @@ def _gradients_in_blocks(
     )
     amaxes = _amaxes_of_gradients(function, operands, request) if request.with_amax else [None, None]
     parts = [
-        QuantizedParts(quantized_array(gate, found[first : first + 4], request), amax, found[first + 4])
+        QuantizedParts(quantized_array(gate, arrays[first : first + 4], request), amax, arrays[first + 4])
         for first, amax in zip((0, 5), amaxes, strict=True)
     ]
-    y8 = y_request and quantized_array(gate, (None, None, *found[10:12]), y_request)
-    return parts[0], None if up is None else parts[1], y8, found[12]
+    y8 = y_request and quantized_array(gate, (None, None, *arrays[10:12]), y_request)
+    return parts[0], None if up is None else parts[1], y8, arrays[12]
 
 
 def _fused(weights: Array | None, *requests: Request | None) -> Facts:

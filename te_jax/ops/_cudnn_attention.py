@@ -209,10 +209,10 @@ class _Packed(Segments):
         """Lengths and offsets as cuDNN takes them: the latter count values."""
         return (self.lengths, self.lengths, *(self.offsets * math.prod(x.shape[-2:]) for x in (query, key)))
 
-    def select(self, of_these: Sequence[Array], of_others: Sequence[Array]) -> list[Array]:
-        """The former for tokens of these segments, for which alone they are defined, and the latter for others."""
-        inside = (self.segment < self.lengths.size).reshape(*of_others[0].shape[:2], 1, 1)
-        pairs = zip(of_these, of_others, strict=True)
+    def select(self, packed: Sequence[Array], rest: Sequence[Array]) -> list[Array]:
+        """`packed` for tokens of these segments, for which alone it is defined, and `rest` for others."""
+        inside = (self.segment < self.lengths.size).reshape(*rest[0].shape[:2], 1, 1)
+        pairs = zip(packed, rest, strict=True)
         return [jnp.where(inside, one.reshape(other.shape), other) for one, other in pairs]
 
     def unpacked(self, of_segments: Array) -> Array:
@@ -273,9 +273,9 @@ class _Call:
             same = operands["query_segment_ids"][..., :, None] == operands["key_segment_ids"][..., None, :]
             bias = (folded(jnp.where(same, 0.0, _lowest(query.dtype))[..., None, :, :].astype(query.dtype), 3),)
         elif "bias" in operands:
-            given = jnp.maximum(operands["bias"], _lowest(operands["bias"].dtype)).astype(query.dtype)
-            whole = given.ndim == 4 and given.shape[0] == 1  # cuDNN repeats it for all of the batch
-            bias = (given if whole else folded(given, 3),)
+            clipped = jnp.maximum(operands["bias"], _lowest(operands["bias"].dtype)).astype(query.dtype)
+            whole = clipped.ndim == 4 and clipped.shape[0] == 1  # cuDNN repeats it for all of the batch
+            bias = (clipped if whole else folded(clipped, 3),)
         inputs = tuple(folded(operands[name], 3) for name in ("query", "key", "value"))
         return cls(batch, t, s, heads, inputs, bias, lengths, segments, packed, masks)
 
@@ -322,23 +322,23 @@ class _Call:
         return x.reshape(self.batch, self.t, *x.shape[-2:])
 
     def run(
-        self, like: Sequence[Array], others: Sequence[Any], *buffers: Array, backward: bool = False
+        self, like: Sequence[Array], extra: Sequence[Any], *buffers: Array, backward: bool = False
     ) -> tuple[Array, ...]:
-        """Results like arrays [B, T, N, H] and then others, all row-major.
+        """Results like arrays [B, T, N, H] and then like `extra`, all row-major.
 
         cuDNN gives the dimensions of the former as [B, N, T, H], with T outside of N in memory.
         """
-        shapes = [tuple(x.shape[i] for i in (0, 2, 1, 3)) for x in like] + [x.shape for x in others]
-        types = [*zip(shapes, (x.dtype for x in (*like, *others)), strict=True), ((0,), jnp.uint8)]  # XLA's workspace
+        shapes = [tuple(x.shape[i] for i in (0, 2, 1, 3)) for x in like] + [x.shape for x in extra]
+        types = [*zip(shapes, (x.dtype for x in (*like, *extra)), strict=True), ((0,), jnp.uint8)]  # XLA's workspace
         target = f"__cudnn$fmha{'ScaleBias' if self.bias else ''}Softmax{'Backward' if backward else ''}"
-        *found, _ = jax.ffi.ffi_call(
+        *results, _ = jax.ffi.ffi_call(
             target,
             [sharding.result_type(shape, dtype, *buffers) for shape, dtype in types],
             custom_call_api_version=2,
             legacy_backend_config=self._configuration(backward),
-            output_layouts=[(0, 2, 1, 3)] * len(like) + [None] * (len(others) + 1),
+            output_layouts=[(0, 2, 1, 3)] * len(like) + [None] * (len(extra) + 1),
         )(*buffers)
-        return (*(jnp.swapaxes(x, 1, 2) for x in found[: len(like)]), *found[len(like) :])
+        return (*(jnp.swapaxes(x, 1, 2) for x in results[: len(like)]), *results[len(like) :])
 
     def _configuration(self, backward: bool) -> str:
         kinds = jax_cudnn.MaskType

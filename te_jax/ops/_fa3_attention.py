@@ -171,8 +171,8 @@ def backward(
 def _folded(operands: Operands) -> list[Array]:
     """query, key and value with one batch dimension."""
     lead = operands["query"].shape[:-3]
-    given = (operands[name] for name in ("query", "key", "value"))
-    return [jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in given]
+    arrays = (operands[name] for name in ("query", "key", "value"))
+    return [jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in arrays]
 
 
 def _offsets(operands: Operands, masks: Masks, batch: int) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""What the libraries of fused attention share: the masks, where segments are, and the sinks that they do not know."""
+"""Operands of the libraries of fused attention: the masks, where segments are, and the sinks that they do not know."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.ops.gemm_product import GemmSpec, rule_of, shard_multiples, sharded_gemm
 
 _MOST_PAIRS = 3
-"""That te_gemm_sum takes."""
+"""Most pairs that te_gemm_sum takes."""
 
 
 def sharded_sum(specs: tuple[GemmSpec, ...], dtype: np.dtype, pairs: Sequence[Mapping[str, Array]]) -> Array:
@@ -30,9 +30,9 @@ def sharded_sum(specs: tuple[GemmSpec, ...], dtype: np.dtype, pairs: Sequence[Ma
     """
     arrays = [pair[name] for spec, pair in zip(specs, pairs, strict=True) for name in spec.operands]
     summed = tuple(pair["a"].shape[spec.a_outer_ndim :] for spec, pair in zip(specs, pairs, strict=True))
-    alike = len(set(map(len, summed))) == 1 and len(specs) <= _MOST_PAIRS
-    alike = alike and all(isinstance(size, int) for sizes in summed for size in sizes)  # jax.export leaves some open
-    if not (alike and (specs[0].native or sharding.is_explicit(arrays))):
+    fits = len(set(map(len, summed))) == 1 and len(specs) <= _MOST_PAIRS
+    fits = fits and all(isinstance(size, int) for sizes in summed for size in sizes)  # jax.export leaves some open
+    if not (fits and (specs[0].native or sharding.is_explicit(arrays))):
         return _one_after_the_other(specs, dtype, pairs)
     return _per_shard(specs, dtype, summed)(*arrays)[0]
 
@@ -79,7 +79,7 @@ def _rule(specs: tuple[GemmSpec, ...], summed: tuple[tuple[int, ...], ...]) -> t
             values = dimension(f"k{i}", of_all, f"{letter}{i}", size)
             blocks = values if block == 1 else dimension(f"k{i}", of_all, f"{letter}{i}s", -(-size // block))
             of_term = {f"(k{i} k_)": values, f"k{i}": blocks}
-            rule = re.sub(rf"\(k{i} k_\)|\bk{i}\b", lambda found, of_term=of_term: of_term[found[0]], rule)
+            rule = re.sub(rf"\(k{i} k_\)|\bk{i}\b", lambda match, of_term=of_term: of_term[match[0]], rule)
         rules.append(rule.split(" -> "))
     return f"{', '.join(operands for operands, _ in rules)} -> {rules[0][1]}", sizes, whole
 

@@ -105,18 +105,18 @@ def _with_shared_matrices(spec: GroupedSpec) -> Callable[..., Array]:
 
     @product.def_vmap
     def _(examples: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
-        given = dict(zip(spec.operands, batched, strict=True))
-        rows_of_examples = {"a", "second_a"} & given.keys()
-        if {name for name, is_batched in given.items() if is_batched} - {"bounds"} != rows_of_examples:
+        is_mapped = dict(zip(spec.operands, batched, strict=True))
+        rows_of_examples = {"a", "second_a"} & is_mapped.keys()
+        if {name for name, is_batched in is_mapped.items() if is_batched} - {"bounds"} != rows_of_examples:
             axes = [0 if is_batched else None for is_batched in batched]
             return jax.vmap(lambda *operands: _per_shard(spec)(*operands)[0], in_axes=axes)(*operands), True
         arrays = dict(zip(spec.operands, operands, strict=True))
-        if not given["bounds"]:
+        if not is_mapped["bounds"]:
             arrays["bounds"] = jnp.broadcast_to(arrays["bounds"], (examples, *arrays["bounds"].shape))
         rows = arrays["a"].shape[1]
         for name in (*rows_of_examples, "bounds"):
-            _, first, *others = arrays[name].shape
-            arrays[name] = arrays[name].reshape(examples * first, *others)
+            _, first, *trailing = arrays[name].shape
+            arrays[name] = arrays[name].reshape(examples * first, *trailing)
         d = product(*(arrays[name] for name in spec.operands))
         return d.reshape(examples, rows, d.shape[-1]), True
 
@@ -186,15 +186,15 @@ def _te_grouped_gemm(spec: GroupedSpec, arrays: Mapping[str, Array], *, in_place
         shape = *batch, bounds.shape[-1] - 1, *(x.shape[-2 if rows_last else -1] for x in (a, b))
     else:
         shape = *batch, a.shape[-2], b.shape[-1 if spec.b_summed_first else -2]
-    given = {name: arrays[name] for name in spec.operands}
+    operands = {name: arrays[name] for name in spec.operands}
     if spec.bias:
-        given["bias"] = given["bias"].astype(spec.dtype)
+        operands["bias"] = operands["bias"].astype(spec.dtype)
     if spec.accumulator == "overwrite" and not in_place:
-        del given["accumulator"]
+        del operands["accumulator"]
     (d,) = native.call(
         "te_grouped_gemm",
         (jax.ShapeDtypeStruct(shape, spec.dtype),),
-        *(given[name] if name in given else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
+        *(operands[name] if name in operands else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
         aliases={_ACCUMULATOR: _D} if in_place else None,
         grouped_sums=spec.grouped_sums,
         b_summed_first=spec.b_summed_first,
@@ -205,7 +205,7 @@ def _te_grouped_gemm(spec: GroupedSpec, arrays: Mapping[str, Array], *, in_place
 
 
 def _reference(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:
-    """The same by the reference, on local arrays."""
+    """A grouped product by the reference, on local arrays."""
 
     def multiply(arrays: Mapping[str, Array]) -> Array:
         lhs: Any = arrays["a"]

@@ -25,11 +25,11 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product, Role
 
 _CHUNK_BYTES = 900_000_000
-"""Of logits, twice as many with a recipe. From a chunk to the next the weight gradient is read and written once more,
+"""Bytes of logits, twice with a recipe. From a chunk to the next the weight gradient is read and written once more,
 which takes a larger share of a faster product."""
 
 _CHUNK_MULTIPLE = 1024
-"""Of tokens: tiles of the input gradient then fill a GPU's multiprocessors."""
+"""Tokens: tiles of the input gradient then fill a GPU's multiprocessors."""
 
 _LEAST_CHUNK = 2048
 """With fewer tokens, reading and writing the weight gradient takes as long as its product."""
@@ -64,7 +64,7 @@ class Head:
 
     @property
     def codec(self) -> Codec | None:
-        """Of the products in FP8, if there are any."""
+        """Codec of the products in FP8, if there are any."""
         return next((codec for codec in self.layer.codecs if codec.in_fp8), None)
 
     @property
@@ -122,7 +122,7 @@ class Found(NamedTuple):
 
 def run(head: Head, wanted: Wanted, x, kernel, bias, accumulator, codes, factor=None, lse=None) -> Found:
     """Losses, lse and the gradients of Σ factor · loss. Given lse, losses are not computed, and are lse."""
-    given = {
+    operands = {
         "x": x,
         "kernel": kernel,
         "codes": codes,
@@ -131,13 +131,13 @@ def run(head: Head, wanted: Wanted, x, kernel, bias, accumulator, codes, factor=
         "lse": lse,
         "accumulator": accumulator if wanted.accumulator else None,
     }
-    names = tuple(name for name, a in given.items() if a is not None)
+    names = tuple(name for name, a in operands.items() if a is not None)
     call: Any = _per_shard(head, wanted, names, x.ndim - 1)
     if observe.requested() is not None and head.codec is not None and not head.loss.vocab_axis:
         call = call.observable
     axes = {"v": head.loss.vocab_axis} if head.loss.vocab_axis else None
     options = {} if axes is None else {"axes": axes}
-    losses, lse, *gradients = call(*(given[name] for name in names), **options)
+    losses, lse, *gradients = call(*(operands[name] for name in names), **options)
     named = dict(zip(wanted.names, gradients, strict=True))
     return Found(losses, lse, Gradients(*(named.get(field) for field in Gradients._fields)))
 
@@ -169,41 +169,45 @@ def _per_shard(head: Head, wanted: Wanted, names: tuple[str, ...], batch_ndim: i
     return local
 
 
-def _run_locally(head: Head, wanted: Wanted, token_axes, vocab_axes, given: dict[str, Array]) -> tuple[Array, ...]:
+def _run_locally(head: Head, wanted: Wanted, token_axes, vocab_axes, operands: dict[str, Array]) -> tuple[Array, ...]:
     """(losses, lse, *gradients) on one device's arrays, without more batch dimensions than x has."""
-    x, kernel, accumulator = given["x"], given["kernel"], given.get("accumulator")
-    batch, axis, vocab = x.shape[:-1], head.vocab_axis, given["kernel"].shape[head.vocab_axis]
+    x, kernel, accumulator = operands["x"], operands["kernel"], operands.get("accumulator")
+    batch, axis, vocab = x.shape[:-1], head.vocab_axis, operands["kernel"].shape[head.vocab_axis]
     alone = not token_axes  # what devices have is not added up
-    chunks = _Chunks(head, wanted, vocab_axes, kernel, given.get("bias"), accumulator if alone else None, x.dtype)
-    pieces = {name: given[name].reshape(-1, *given[name].shape[len(batch) :]) for name in _PER_TOKEN & set(given)}
+    chunks = _Chunks(head, wanted, vocab_axes, kernel, operands.get("bias"), accumulator if alone else None, x.dtype)
+    pieces = {
+        name: operands[name].reshape(-1, *operands[name].shape[len(batch) :]) for name in _PER_TOKEN & set(operands)
+    }
 
     tokens = math.prod(batch)
     rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.codec is not None)
     more = max(0, -(-tokens // rows) - 1)
     first = tokens - more * rows
-    totals, found = chunks.step(
+    totals, per_token = chunks.step(
         _Totals(None, None, accumulator if chunks.in_place else None),
         {name: a[:first] for name, a in pieces.items()},
         first=True,
     )
     rest = {name: a[first:].reshape(more, rows, *a.shape[1:]) for name, a in pieces.items()}
     if more > _MOST_UNROLLED or (more and not wanted.names):
-        totals, others = lax.scan(chunks.step, totals, rest)
-        found = [jnp.concatenate([a, b.reshape(-1, *b.shape[2:])]) for a, b in zip(found, others, strict=True)]
+        totals, per_chunk = lax.scan(chunks.step, totals, rest)
+        per_token = [
+            jnp.concatenate([a, b.reshape(-1, *b.shape[2:])]) for a, b in zip(per_token, per_chunk, strict=True)
+        ]
     elif more:
-        each = [found]
+        each = [per_token]
         for i in range(more):
             piece = {name: a[i] for name, a in rest.items()}
             # Or XLA might compute the logits of all chunks first. What passes one barrier varies over the same axes.
             if wanted.x:
                 piece["x"], each[-1][-1] = lax.optimization_barrier((piece["x"], each[-1][-1]))
             piece["x"], totals = lax.optimization_barrier((piece["x"], totals))
-            totals, found = chunks.step(totals, piece)
-            each.append(found)
-        found = [jnp.concatenate(parts) for parts in zip(*each, strict=True)]
+            totals, per_token = chunks.step(totals, piece)
+            each.append(per_token)
+        per_token = [jnp.concatenate(parts) for parts in zip(*each, strict=True)]
     if wanted.x:
-        found[-1] = chunks.summed(found[-1])
-    found = [a.reshape(*batch, *a.shape[1:]) for a in found]
+        per_token[-1] = chunks.summed(per_token[-1])
+    per_token = [a.reshape(*batch, *a.shape[1:]) for a in per_token]
 
     dkernel, dbias = (
         None if a is None else lax.slice_in_dim(a, 0, vocab, axis=along)
@@ -218,8 +222,8 @@ def _run_locally(head: Head, wanted: Wanted, token_axes, vocab_axes, given: dict
             following = (accumulator.astype(jnp.float32) + dkernel).astype(accumulator.dtype)
         else:  # the buffer is written over: an argument that is not mentioned at all would not be donated
             following = lax.dynamic_update_slice(accumulator, dkernel.astype(accumulator.dtype), (0, 0))
-    gradients = {"x": found[-1], "kernel": dkernel, "bias": dbias, "accumulator": following}
-    return *found[:2], *(gradients[name] for name in wanted.names)
+    gradients = {"x": per_token[-1], "kernel": dkernel, "bias": dbias, "accumulator": following}
+    return *per_token[:2], *(gradients[name] for name in wanted.names)
 
 
 _PER_TOKEN = {"x", "codes", "factor", "lse"}
@@ -245,7 +249,7 @@ class _Totals(NamedTuple):
 
 
 class _Chunks:
-    """What all chunks have in common: the kernel as products read it, and how a chunk is computed.
+    """Data that all chunks share: the kernel as products read it, and how a chunk is computed.
 
     `padding` columns of zeros follow the kernel, whose logits do not count. With `in_place` products add to the
     accumulator.
@@ -313,15 +317,15 @@ class _Chunks:
             *statistics, dlogits = _cross_entropy.statistics_and_gradient(
                 logits, codes, weight, with_total=with_total, **attributes
             )
-            found = self._losses(codes, statistics)
+            losses = self._losses(codes, statistics)
         else:
             if lse is None:
                 statistics = self._statistics(logits, codes)
                 lse = statistics[0]
             dlogits, dlogits8 = self._gradient(logits, columns, lse, weight, attributes)
-            found = [lse, lse] if statistics is None else self._losses(codes, statistics)
+            losses = [lse, lse] if statistics is None else self._losses(codes, statistics)
         dx, totals = self._products(totals, x, dlogits, dlogits8, first)
-        return totals, [*found, *([dx] if self.wanted.x else [])]
+        return totals, [*losses, *([dx] if self.wanted.x else [])]
 
     def summed(self, dx: Array) -> Array:
         """dx of all shards of the vocabulary. Inside shard_map JAX, or the user, adds up."""

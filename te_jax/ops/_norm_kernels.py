@@ -104,14 +104,14 @@ def _in_blocks(
         return Normalized(quantized_array(x, (*arrays, None, None), request), x, mean, rstd)
     kernels = Kernels(request, x.ndim, blocked_groups(quantization, request.copies), _WHOLE)
     scales = kernels.block_scales()
-    found = kernels.run(
+    codes_and_scales = kernels.run(
         "te_norm_blocks",
         _known(kernels.rows, kernels.cols, x, gamma, beta, mean, rstd),
         [kernels.data, scales[0], kernels.transposed, scales[1]],
         **dataclasses.asdict(norm),
         **block_attributes(quantization),
     )
-    return Normalized(quantized_array(x, tuple(found), request), x, mean, rstd)
+    return Normalized(quantized_array(x, tuple(codes_and_scales), request), x, mean, rstd)
 
 
 def _in_tensor(

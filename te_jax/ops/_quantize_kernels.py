@@ -61,15 +61,15 @@ def quantize_by_kernels(x: Array, amax: Array | None, request: Request) -> Quant
         copies = {name: getattr(other, name) for name in ("transposed", "transposed_scale_inv")}
         return parts._replace(array=dataclasses.replace(parts.array, **copies))
     run = _by_tensor if facts.by_tensor else _by_rows if facts.by_row else _by_blocks
-    arrays, own_amax, dbias = run(x, amax, request)
-    return QuantizedParts(quantized_array(x, arrays, request), own_amax if request.with_amax else None, dbias)
+    arrays, current_amax, dbias = run(x, amax, request)
+    return QuantizedParts(quantized_array(x, arrays, request), current_amax if request.with_amax else None, dbias)
 
 
 def shared_facts(*requests: Request | None) -> Facts:
     """The facts of one of the copies, where the same native kernels quantize all that are asked for; otherwise those of
     plain arrays."""
-    found = [facts for each in requests if each for facts in each.facts]
-    return found[0] if len({facts.product for facts in found}) == 1 and found[0].native else PLAIN
+    all_facts = [facts for each in requests if each for facts in each.facts]
+    return all_facts[0] if len({facts.product for facts in all_facts}) == 1 and all_facts[0].native else PLAIN
 
 
 def quantized_array(x: Array, arrays: Sequence[Array | None], request: Request) -> QuantizedArray:
@@ -90,20 +90,24 @@ def quantized_array(x: Array, arrays: Sequence[Array | None], request: Request) 
 
 def _by_tensor(x: Array, amax: Array | None, request: Request):
     kernels = Kernels(request, x.ndim)
-    own_amax = _amax_of_tensor(x, request) if amax is None else None
+    current_amax = _amax_of_tensor(x, request) if amax is None else None
     data, transposed, scale_inv, transposed_scale_inv, seen_amax, dbias = kernels.run(
         "te_quantize_tensor",
-        [(kernels.x, x), ((), own_amax if amax is None else amax)],
+        [(kernels.x, x), ((), current_amax if amax is None else amax)],
         [
             kernels.data,
             kernels.transposed,
             *kernels.tensor_scales(amax_operand=1),
-            AMAX if request.with_amax and own_amax is None else None,
+            AMAX if request.with_amax and current_amax is None else None,
             kernels.dbias,
         ],
         power_of_two_scales=request.quantization.power_of_two_scales,
     )
-    return (data, scale_inv, transposed, transposed_scale_inv), seen_amax if own_amax is None else own_amax, dbias
+    return (
+        (data, scale_inv, transposed, transposed_scale_inv),
+        seen_amax if current_amax is None else current_amax,
+        dbias,
+    )
 
 
 def _amax_of_tensor(x: Array, request: Request) -> Array:
@@ -132,10 +136,10 @@ def _by_rows(x: Array, _: Array | None, request: Request):
         ],
         power_of_two_scales=request.quantization.power_of_two_scales,
     )
-    own_amax = None
+    current_amax = None
     if request.with_amax:
-        own_amax = amax_of(col_amax, request.col_axes) if row_amax is None else amax_of(row_amax, request.row_axes)
-    return (data, scale_inv, transposed, transposed_scale_inv), own_amax, dbias
+        current_amax = amax_of(col_amax, request.col_axes) if row_amax is None else amax_of(row_amax, request.row_axes)
+    return (data, scale_inv, transposed, transposed_scale_inv), current_amax, dbias
 
 
 def _by_blocks(x: Array, _: Array | None, request: Request):
@@ -154,8 +158,8 @@ def _by_blocks(x: Array, _: Array | None, request: Request):
         ],
         **block_attributes(quantization),
     )
-    own_amax = _amax_of_tensor(x, request) if request.with_amax else None
-    return (data, scale_inv, transposed, transposed_scale_inv), own_amax, dbias
+    current_amax = _amax_of_tensor(x, request) if request.with_amax else None
+    return (data, scale_inv, transposed, transposed_scale_inv), current_amax, dbias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,8 +269,8 @@ def run_kernel(
         replicated,
         tuple(sorted(attributes.items())),
     )
-    found = iter(kernel(*[operand for _, operand in operands if operand is not None], axes=axes))
-    return [None if result is None else next(found) for result in results]
+    arrays = iter(kernel(*[operand for _, operand in operands if operand is not None], axes=axes))
+    return [None if result is None else next(arrays) for result in results]
 
 
 @functools.cache
@@ -292,8 +296,8 @@ def _kernel(
     def kernel(*operands: Array, axes: Mapping[str, tuple[str, ...]]) -> tuple[Array, ...]:
         if axes:
             return tuple(map(functools.partial(combined, axes), wanted, kernel(*operands)))
-        given = iter(operands)
-        arguments = [jnp.zeros((0,), _FLOAT32) if term is None else next(given) for term in operand_dimensions]
+        present = iter(operands)
+        arguments = [jnp.zeros((0,), _FLOAT32) if term is None else next(present) for term in operand_dimensions]
         x = arguments[0]
         batch_ndim = x.ndim - len(rows + cols)
         sizes = dict(zip(rows + cols, x.shape[batch_ndim:], strict=True))

@@ -48,8 +48,8 @@ def quantize_rows(
     if not (use_native and shared_facts(request).in_blocks):
         return quantize_requested(_gathered(x, rows), None, request, use_native).array
     results, kernel = _kernel(request)
-    found = iter(kernel(x, rows))
-    return quantized_array(x, [None if result is None else next(found) for result in results], request)
+    arrays = iter(kernel(x, rows))
+    return quantized_array(x, [None if result is None else next(arrays) for result in results], request)
 
 
 def _gathered(x: Array, rows: Array) -> Array:

@@ -127,7 +127,7 @@ def attention(
       [0.0, 8.0, 24.0, 40.0, 56.0]
     """
     validate_implementation(implementation)
-    given = {
+    arguments = {
         "query": query,
         "key": key,
         "value": value,
@@ -138,7 +138,7 @@ def attention(
         "segment_ids": segment_ids,
         "key_segment_ids": key_segment_ids,
     }
-    arrays = {name: as_array(name, x) for name, x in given.items() if x is not None}
+    arrays = {name: as_array(name, x) for name, x in arguments.items() if x is not None}
     validate_operands(arrays)
     causal, return_lse = as_flag("causal", causal), as_flag("return_lse", return_lse)
     if window is not None and (not is_whole_number(window) or window < 1 or not causal):
@@ -368,8 +368,8 @@ def _backward(settings: Settings, residuals, cotangents):
     inputs = cast(dict[str, Array], not_differentiated(cast(Any, inputs), _REVERSE_MODE))
     gradients = _Split.of(inputs, tuple(wanted)).backward(*inputs.values(), settings=settings)
     # Where types say that a sequence is split, which is gathered here, so is its gradient.
-    given = {name: sharding.Layout.of(operands[name]).apply(x) for name, x in zip(wanted, gradients, strict=True)}
-    return ({**dict.fromkeys(operands), **given},)
+    by_operand = {name: sharding.Layout.of(operands[name]).apply(x) for name, x in zip(wanted, gradients, strict=True)}
+    return ({**dict.fromkeys(operands), **by_operand},)
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -458,7 +458,7 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> 
     if axes:  # gradients of what several devices hold are sums over them
         gradients = split.backward(*arrays, settings=settings)
         factors = (set(split.terms()[name].translate({ord("("): " "}).split()) for name in split.wanted)
-        missing = [tuple(axis for name in axes if name not in own for axis in axes[name]) for own in factors]
+        missing = [tuple(axis for name in axes if name not in of_term for axis in axes[name]) for of_term in factors]
         return tuple(lax.psum(x, over) if over else x for x, over in zip(gradients, missing, strict=True))
     # All vary alike, or JAX would itself sum gradients of what does not, and only XLA's.
     inputs = dict(zip(split.names, sharding.varying_together(arrays), strict=True))
@@ -472,9 +472,9 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> 
 
     def by_xla(inputs: Operands):
         # Scores once more instead of probabilities that were kept: what is kept must not depend on the platform.
-        given = settings.wide(operands_of(inputs))
-        wanted = {name: given[name] for name in split.wanted}
-        (out, lse), vjp = jax.vjp(lambda wanted: settings.by_xla({**given, **wanted}), wanted)
+        wide = settings.wide(operands_of(inputs))
+        wanted = {name: wide[name] for name in split.wanted}
+        (out, lse), vjp = jax.vjp(lambda wanted: settings.by_xla({**wide, **wanted}), wanted)
         dout, dlse = inputs["dout"], inputs["dlse"] if "dlse" in inputs else jnp.zeros_like(lse)
         if settings.part:
             # The whole output is the sum of its parts, each times exp(its log-sum-exp - that of all).

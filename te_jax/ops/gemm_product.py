@@ -311,15 +311,15 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
     absent = jax.ShapeDtypeStruct((0,), jnp.float32)
     needs_workspace = native.has_gpu() and spec.algorithm != "te_jax"
     workspace = jax.ShapeDtypeStruct((_CUBLASLT_WORKSPACE_BYTES if needs_workspace else 0,), jnp.uint8)
-    given = {name: arrays[name] for name in spec.operands}
+    operands = {name: arrays[name] for name in spec.operands}
     if spec.bias:
-        given["bias"] = given["bias"].astype(spec.dtype)
+        operands["bias"] = operands["bias"].astype(spec.dtype)
     if spec.accumulator == "overwrite" and not in_place:
-        del given["accumulator"]
+        del operands["accumulator"]
     d, preactivation, _ = native.call(
         "te_gemm",
         (d, d if spec.save_preactivation else absent, workspace),
-        *(given[name] if name in given else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
+        *(operands[name] if name in operands else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
         aliases={_ACCUMULATOR: _D} if in_place else None,
         a_outer_ndim=spec.a_outer_ndim,
         b_outer_ndim=spec.b_outer_ndim,

@@ -458,10 +458,10 @@ def _as_offset(group_offset: Any) -> Array | None:
 
 
 def _validate_groups(group_sizes: Array, group_offset: Array | None, groups: int, whose: str) -> None:
-    given = group_sizes.shape[0]
-    if group_offset is None and given != groups:
+    sizes = group_sizes.shape[0]
+    if group_offset is None and sizes != groups:
         raise ValueError(
-            f"group_sizes has {given} groups and {whose} {groups}; they must be the same, or give a group_offset"
+            f"group_sizes has {sizes} groups and {whose} {groups}; they must be the same, or give a group_offset"
         )
-    if group_offset is not None and given < groups:
-        raise ValueError(f"group_sizes has {given} groups and {whose} {groups}; with group_offset it has those of all")
+    if group_offset is not None and sizes < groups:
+        raise ValueError(f"group_sizes has {sizes} groups and {whose} {groups}; with group_offset it has those of all")

@@ -216,7 +216,7 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
 
 
 def _recipes(x: Array, recipe: Any, products: Any) -> Recipe:
-    """Those of the three products."""
+    """Recipes of the three products."""
     fp8.validate_recipe(recipe)
     facts_of_recipe(recipe)  # which several recipes have not
     if isinstance(recipe, DelayedScaling):
@@ -270,8 +270,8 @@ def _linear_cross_entropy(x, kernel, bias, accumulator, weight, labels, head: He
 def _total(head: Head, x, kernel, bias, accumulator, codes, factor):
     """Σ factor · loss, whose gradients are computed with it, and lse."""
     del accumulator
-    found = run(head, Wanted(), x, kernel, bias, None, codes)
-    return _sum(factor, found.losses), found.lse
+    results = run(head, Wanted(), x, kernel, bias, None, codes)
+    return _sum(factor, results.losses), results.lse
 
 
 def _sum(factor: Array, losses: Array) -> Array:
@@ -285,12 +285,12 @@ def _total_forward(head: Head, *operands):
         accumulator = added_once(accumulator, x, factor)
         # For a loss that is scaled afterwards; XLA removes that of the two which is not used.
         wanted = dataclasses.replace(wanted, kernel=wanted.accumulator)
-    found = run(head, wanted, x, kernel, bias, accumulator, codes, factor)
+    results = run(head, wanted, x, kernel, bias, accumulator, codes, factor)
     gradients = [
-        checkpoint_name(_absent() if a is None else a, "linear_cross_entropy_gradient") for a in found.gradients
+        checkpoint_name(_absent() if a is None else a, "linear_cross_entropy_gradient") for a in results.gradients
     ]
-    residuals = (gradients, found.losses, *map(_like, (x, kernel, bias, factor)), accumulator)
-    return (_sum(factor, found.losses), found.lse), residuals
+    residuals = (gradients, results.losses, *map(_like, (x, kernel, bias, factor)), accumulator)
+    return (_sum(factor, results.losses), results.lse), residuals
 
 
 def _like(a: Array | None) -> sharding.Layout | None:
@@ -298,7 +298,7 @@ def _like(a: Array | None) -> sharding.Layout | None:
 
 
 def _absent() -> Array:
-    """What stands for a gradient that is not asked for: JAX wants residuals of one structure, whatever is asked for."""
+    """Placeholder for a gradient that is not asked for: JAX wants residuals of one structure, whatever is asked for."""
     return jnp.zeros((0,), jnp.float32)
 
 
@@ -309,8 +309,8 @@ def _total_backward(head: Head, residuals, cotangents):
     if following is not None:
         assert dkernel is not None
         # XLA sees a cotangent that is 1, and then needs neither the accumulator nor dkernel.
-        others = accumulator.astype(jnp.float32) if head.layer.accumulate else 0.0
-        scaled = (others + cotangent * dkernel).astype(following.dtype)
+        previous = accumulator.astype(jnp.float32) if head.layer.accumulate else 0.0
+        scaled = (previous + cotangent * dkernel).astype(following.dtype)
         following, dkernel = jnp.where(cotangent == 1.0, following, scaled), None
     dx, dkernel, dbias = (
         None if a is None or layout is None else layout.apply(cotangent * a.astype(jnp.float32))
@@ -332,16 +332,16 @@ _total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
 def _per_token(head: Head, x, kernel, bias, accumulator, codes):
     """The loss of each token, whose gradients are computed when their weights are known, and lse."""
     del accumulator
-    found = run(head, Wanted(), x, kernel, bias, None, codes)
-    return found.losses, found.lse
+    results = run(head, Wanted(), x, kernel, bias, None, codes)
+    return results.losses, results.lse
 
 
 def _per_token_forward(head: Head, *operands):
     wanted = Wanted.of(*operands[:4])
     x, kernel, bias, accumulator, codes = custom_vjp_primal_tree_values(operands)
-    found = run(head, Wanted(), x, kernel, bias, None, codes)
-    lse = checkpoint_name(found.lse, "linear_cross_entropy_lse")
-    return (found.losses, lse), (wanted.as_shapes(), x, kernel, bias, accumulator, codes, lse)
+    results = run(head, Wanted(), x, kernel, bias, None, codes)
+    lse = checkpoint_name(results.lse, "linear_cross_entropy_lse")
+    return (results.losses, lse), (wanted.as_shapes(), x, kernel, bias, accumulator, codes, lse)
 
 
 def _per_token_backward(head: Head, residuals, cotangents):

@@ -281,8 +281,8 @@ def _normalize(
     residual = None if residual is None else sharding.split_as_last(residual, x)
     if operation is not None:
         operands = sharding.varying_together((x, residual, gamma, beta))
-        found: Any = _differentiable(operation, norm, request, *operands)
-        return found
+        results: Any = _differentiable(operation, norm, request, *operands)
+        return results
     total = checkpoint_name(x if residual is None else residual_sum(x, residual), "te_norm_input")
     # The backward pass needs no more than the operands, in scans and for remat policies, too.
     run = functools.partial(normalize, epsilon=norm.epsilon, centered=norm.centered)
@@ -299,20 +299,20 @@ def _differentiable(operation: str, norm: Norm, request: Request | None, x, resi
     return _results(operands, normalized(norm, *operands, request))
 
 
-def _results(operands: Sequence[Any], found: Normalized) -> tuple[Array | QuantizedArray, Array | None]:
-    y, (x, residual, *_) = found.y, operands
+def _results(operands: Sequence[Any], result: Normalized) -> tuple[Array | QuantizedArray, Array | None]:
+    y, (x, residual, *_) = result.y, operands
     if isinstance(y, QuantizedArray):
         y = dataclasses.replace(y, straight_through=straight_through(*jax.tree.leaves(operands)))
-    return y, None if residual is None else sharding.Layout.of(x).apply(found.x)
+    return y, None if residual is None else sharding.Layout.of(x).apply(result.x)
 
 
 def _forward(operation: str, norm: Norm, request: Request | None, *operands):
     del operation
     x, residual, gamma, beta = primals = custom_vjp_primal_tree_values(operands)
-    found = normalized(norm, x, residual, gamma, beta, request)
+    result = normalized(norm, x, residual, gamma, beta, request)
     layouts = [None if operand is None else sharding.Layout.of(operand) for operand in primals]
-    kept = checkpoint_name(found.x, "te_norm_input")
-    return _results(primals, found), (kept, gamma, found.mean, found.rstd, layouts)
+    kept = checkpoint_name(result.x, "te_norm_input")
+    return _results(primals, result), (kept, gamma, result.mean, result.rstd, layouts)
 
 
 def _backward(operation: str, norm: Norm, request: Request | None, kept, cotangents):

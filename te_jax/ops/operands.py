@@ -106,8 +106,8 @@ def validate_copy(name: str, x: QuantizedArray, copy: Literal["data", "transpose
     expected = scale_shape(scaling, values.shape[:outer_ndim], values.shape[outer_ndim:])
     dtype = facts_of(scaling).dtype
     if scale_inv is None or scale_inv.shape != expected or scale_inv.dtype != dtype:
-        found = "no scales" if scale_inv is None else f"scales of shape {scale_inv.shape} and dtype {scale_inv.dtype}"
+        scales = "no scales" if scale_inv is None else f"scales of shape {scale_inv.shape} and dtype {scale_inv.dtype}"
         raise ValueError(
-            f"{name} has {found}; for {copy} of shape {values.shape} and {scaling!r} scaling they must be {dtype} "
+            f"{name} has {scales}; for {copy} of shape {values.shape} and {scaling!r} scaling they must be {dtype} "
             f"{expected}: quantize it with te_jax.ops.quantize"
         )

@@ -84,8 +84,8 @@ def group_by_expert(
             f"experts are split over {sorted(axes)}, and the sort is over all tokens: call it inside shard_map, where "
             "each device sorts its own, or jax.reshard them to a PartitionSpec without these axes"
         )
-    given: dict[str, Any] = {"num_experts": num_experts, "align": align}
-    for name, value in (given if capacity is None else {**given, "capacity": capacity}).items():
+    integers: dict[str, Any] = {"num_experts": num_experts, "align": align}
+    for name, value in (integers if capacity is None else {**integers, "capacity": capacity}).items():
         if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     return _group_by_expert(experts, int(num_experts), int(align), None if capacity is None else int(capacity))
@@ -361,12 +361,12 @@ def _weighted_sum(y: Array, rows: Array, weights: Array | None) -> Array:
     return total.astype(y.dtype)
 
 
-def _where_given(given: Array, table: Array, indices: Array) -> Array:
-    """table[indices], zeros where `given` is negative. By selection, not by factors: 0 · NaN is NaN."""
+def _where_given(places: Array, table: Array, indices: Array) -> Array:
+    """table[indices], zeros where `places` is negative. By selection, not by factors: 0 · NaN is NaN."""
     if table.shape[0] == 0:
         return jnp.zeros((*indices.shape, *table.shape[1:]), table.dtype)
     taken = table.at[jnp.maximum(indices, 0)].get(mode="promise_in_bounds")
-    mask = (given >= 0).reshape(*given.shape, *(1,) * (table.ndim - 1))
+    mask = (places >= 0).reshape(*places.shape, *(1,) * (table.ndim - 1))
     return jnp.where(mask, taken, jnp.zeros((), table.dtype))
 
 

@@ -172,7 +172,7 @@ def _at(values: Array, experts: Array) -> Array:
 
 @_at.defjvp
 def _(primals, tangents):
-    """The same as sums over all but one masked value: their transpose is one loop, where that of a gather would be a
+    """Derivatives as sums over all but one masked value: their transpose is one loop, where that of a gather would be a
     scatter."""
     (values, experts), (tangent, _) = primals, tangents
     count = values.shape[-1]

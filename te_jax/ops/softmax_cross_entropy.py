@@ -115,10 +115,10 @@ def _per_token(logits: Array, labels: Array, loss: Loss) -> Array:
 def _forward(logits: Array, labels: Array, loss: Loss):
     vocab = loss.whole_vocab(logits.shape[-1])
     codes = loss.codes(labels, vocab)
-    lse, *others = row_statistics(logits, codes, with_total=loss.label_smoothing > 0.0, **loss.split)
+    lse, *statistics = row_statistics(logits, codes, with_total=loss.label_smoothing > 0.0, **loss.split)
     codes = sharding.split_as_last(codes, lse)
     lse = checkpoint_name(lse, "softmax_cross_entropy_lse")
-    return loss.of_rows(codes, (lse, *others), vocab), (logits, codes, lse)
+    return loss.of_rows(codes, (lse, *statistics), vocab), (logits, codes, lse)
 
 
 # Under jit, or each gradient outside of jit would trace it anew.

@@ -69,7 +69,7 @@ class Activation:
 
     @classmethod
     def ungated(cls, activation: Activation | ActivationName) -> Activation:
-        """The same, for one operand.
+        """The function for one operand that an argument is, or names.
 
         Raises:
           ValueError: it is and names none, or has a limit or an offset.

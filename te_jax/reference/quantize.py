@@ -57,10 +57,10 @@ def quantize(
         # Without it XLA may quantize the value that x had before it was rounded to its dtype.
         x = lax.optimization_barrier(x)
     wide = x.astype(jnp.float32)
-    own_amax = None
+    current_amax = None
     if with_amax or (amax is None and any(facts.by_tensor for facts in facts_of_copies(quantization, copies))):
-        own_amax = _over(lax.pmax, _amax_bits(wide, rows + cols), row_axes + col_axes)
-    tensor_amax = own_amax if amax is None else _bits(amax)
+        current_amax = _over(lax.pmax, _amax_bits(wide, rows + cols), row_axes + col_axes)
+    tensor_amax = current_amax if amax is None else _bits(amax)
     of_data, of_transposed = facts_of_copies(quantization, "both")
 
     data = scale_inv = transposed = transposed_scale_inv = None
@@ -86,7 +86,7 @@ def quantize(
     )
     return QuantizedParts(
         array,
-        _float(own_amax) if with_amax and own_amax is not None else None,
+        _float(current_amax) if with_amax and current_amax is not None else None,
         _over(lax.psum, jnp.sum(wide, axis=rows), row_axes) if with_dbias else None,
     )
 

@@ -18,7 +18,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """What a cross-entropy adds up for a row; hashable, a static argument.
+    """Terms of a cross-entropy of a row; hashable, a static argument.
 
         loss = te_jax.ops.CrossEntropy(label_smoothing=0.1, z_loss=1e-4)
 

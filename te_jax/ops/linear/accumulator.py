@@ -61,5 +61,5 @@ def _(size: int, batched: list[bool], accumulator: Array, *added: Array):
         )
     # Examples of a vmap around this one may share it as well. The maxima only have its dimension, and are not computed.
     rest = (jnp.max(x, axis=0) if mapped else x for x, mapped in zip(added, batched[1:], strict=True))
-    own = added_once(accumulator, *rest)
-    return jnp.pad(own[None], ((0, size - 1), *((0, 0),) * own.ndim)), True
+    of_first = added_once(accumulator, *rest)
+    return jnp.pad(of_first[None], ((0, size - 1), *((0, 0),) * of_first.ndim)), True

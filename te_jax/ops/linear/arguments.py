@@ -53,7 +53,7 @@ def with_gradient_through(x: QuantizedArray) -> QuantizedArray:
 
 
 def split(x: Array | QuantizedArray) -> tuple[Array | None, QuantizedArray | None]:
-    """What the gradient of x goes through, if anything, and x in FP8 if it came so."""
+    """Array that the gradient of x goes through, if any, and x in FP8 if it came so."""
     if not isinstance(x, QuantizedArray):
         return x, None
     return x.straight_through, dataclasses.replace(x, straight_through=None)

@@ -1,4 +1,4 @@
-"""What operands of linear layers are: plain, in FP8, or the values that FP8 codes stand for."""
+"""Operands of linear layers: plain, in FP8, or the values that FP8 codes stand for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Codec:
 
     @property
     def facts(self) -> Facts:
-        """Of the scaling of activations as the forward pass reads them, which is that of the lhs of all products."""
+        """Facts of the scaling of activations as the forward pass reads them, that of the lhs of all products."""
         return facts_of_recipe(self.recipe)
 
     def is_fast(self, product: Product) -> bool:
@@ -107,7 +107,7 @@ class Codec:
 
 
 Codecs = tuple[Codec, Codec, Codec]
-"""Those of the three products: forward, dgrad, wgrad."""
+"""Codecs of the three products: forward, dgrad, wgrad."""
 
 
 def codecs_of(
@@ -145,6 +145,6 @@ def codecs_of(
 
 
 def plain(name: str) -> Codecs:
-    """Those of products of plain operands, by XLA."""
+    """Codecs of products of plain operands, by XLA."""
     codec = Codec(name=name)
     return codec, codec, codec

@@ -19,7 +19,7 @@ from te_jax.sharding import Layout
 
 
 class Observed(NamedTuple):
-    """What a layer keeps for statistics, empty unless these are asked for.
+    """Values that a layer keeps for statistics, empty unless these are asked for.
 
     Attributes:
       links: of its kernels.
@@ -31,7 +31,7 @@ class Observed(NamedTuple):
     kernels: Any = None
 
     def with_links_of(self, kernels: Sequence[Any]) -> Observed:
-        """The same with links of kernels in FP8, which FSDP gathers again: it computes no link a second time."""
+        """A copy with links of kernels in FP8, which FSDP gathers again: it computes no link a second time."""
         if not self.links:
             return self
         pairs = zip(kernels, self.links, strict=True)

@@ -49,10 +49,10 @@ def validate_quantized(
             f"{name} has {x.scaling!r} and {x.transposed_scaling!r} scaling, but recipe is {recipe!r}; "
             f"quantize it with {way_out}"
         )
-    for found in (x.data, x.transposed):
-        if found is not None and found.dtype != expected.dtype:
+    for codes in (x.data, x.transposed):
+        if codes is not None and codes.dtype != expected.dtype:
             raise ValueError(
-                f"{name} was quantized to {found.dtype}, and {role}s of {recipe!r} are {expected.dtype}; quantize it "
+                f"{name} was quantized to {codes.dtype}, and {role}s of {recipe!r} are {expected.dtype}; quantize it "
                 f"with {way_out}"
             )
 

@@ -49,7 +49,7 @@ class GatedMLP:
         return not_differentiated(operands, self.down.once)
 
     def read_by(self, products: Products, role: Role, x: Any, weight: Weight) -> Any:
-        """What an activation kernel has written, as the products read it; NaN where the state is not valid."""
+        """Output of an activation kernel, as the products read it; NaN where the state is not valid."""
         x = fp8.checked(x, weight.state, role)
         return products.quantize(role, x, None, None, second_copy=x.transposed is not None).array
 

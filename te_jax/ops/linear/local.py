@@ -44,7 +44,7 @@ class LocalProducts(Products):
     activation: Activation | None = None
 
     def sized(self, batch_ndim: int, contracting_ndim: int) -> LocalProducts:
-        """The same for x of other numbers of dimensions."""
+        """Products for x of other numbers of dimensions."""
         return dataclasses.replace(self, batch_ndim=batch_ndim, contracting_ndim=contracting_ndim)
 
     @property
@@ -172,9 +172,11 @@ class LocalProducts(Products):
         if accumulator is None:
             return self.gemm("wgrad", lhs, rhs, out_dtype=out_dtype)
         groups = lhs.shape[self.batch_ndim :], rhs.shape[self.batch_ndim :]
-        own = split_in_two(accumulator.shape, math.prod(groups[0]))
-        accumulator = regrouped(accumulator, own, groups)
-        return regrouped(self.gemm("wgrad", lhs, rhs, accumulator=accumulator, accumulate=accumulate), groups, own)
+        accumulator_groups = split_in_two(accumulator.shape, math.prod(groups[0]))
+        accumulator = regrouped(accumulator, accumulator_groups, groups)
+        return regrouped(
+            self.gemm("wgrad", lhs, rhs, accumulator=accumulator, accumulate=accumulate), groups, accumulator_groups
+        )
 
 
 def total(first: Array, *more: Array) -> Array:

@@ -41,15 +41,15 @@ def observed(role: Role, x: Array, array: QuantizedArray) -> QuantizedArray:
         asked = tuple(product for product in products if role in request.roles and product in request.products)
         if asked:
             wanted.append((copy, asked))
-    found = _fields(x, [copy for copy, _ in wanted], exponents=request.exponents) if wanted else []
-    entries = [observe.Entry(asked, tuple(fields)) for (_, asked), fields in zip(wanted, found, strict=True)]
-    statistics = [value for fields in found for value in fields.values()]
+    fields_of_copies = _fields(x, [copy for copy, _ in wanted], exponents=request.exponents) if wanted else []
+    entries = [observe.Entry(asked, tuple(fields)) for (_, asked), fields in zip(wanted, fields_of_copies, strict=True)]
+    statistics = [value for fields in fields_of_copies for value in fields.values()]
     if not entries and role != "kernel":  # from whose tag others know where the kernel comes from
         return array
-    held = {name: getattr(array, name) for name in ("data", "transposed") if getattr(array, name) is not None}
+    copies = {name: getattr(array, name) for name in ("data", "transposed") if getattr(array, name) is not None}
     static = observe.Tag(layer.operation, role, tuple(entries))
-    tagged = observe.tag(tuple(held.values()), layer.links, statistics, static)
-    return dataclasses.replace(array, **dict(zip(held, tagged, strict=True)))
+    tagged = observe.tag(tuple(copies.values()), layer.links, statistics, static)
+    return dataclasses.replace(array, **dict(zip(copies, tagged, strict=True)))
 
 
 def _copies(
@@ -104,8 +104,8 @@ def _fields(x: Array, copies: Sequence[QuantizedArray], *, exponents: bool) -> l
         counts = jnp.sum(is_in_bin, axis=x.ndim - 1, dtype=jnp.int32).astype(jnp.float32)
         rest["exponents"] = jnp.sum(counts, axis=tuple(range(x.ndim - 1)))
     return [
-        _of_tensor(of_x | found, factor) | _of_scales(copy) | rest
-        for copy, found in zip(copies, of_copies, strict=True)
+        _of_tensor(of_x | of_copy, factor) | _of_scales(copy) | rest
+        for copy, of_copy in zip(copies, of_copies, strict=True)
     ]
 
 
@@ -128,19 +128,19 @@ def _counts(**flags: Array) -> _Rows:
 
 def _of_tensor(rows: _Rows, factor: Array) -> dict[str, Array]:
     """Sums are float32: integers of 32 bits do not count the values of all devices; those of a row they do."""
-    found = {}
+    statistics = {}
     for fields, values in rows.items():
         for place, field in enumerate(fields):
             each = values if len(fields) == 1 else values >> 16 * place & 0xFFFF
             if observe.KINDS[field] == "max":
-                found[field] = jnp.max(each, initial=0)
+                statistics[field] = jnp.max(each, initial=0)
                 continue
             total = jnp.sum(each.astype(jnp.float32))
             if observe.KINDS[field] == "norm":
                 # What is above 0 stays above it.
                 total = jnp.where(total > 0.0, jnp.maximum(jnp.sqrt(total) / factor, _SMALLEST), total)
-            found[field] = total
-    return found
+            statistics[field] = total
+    return statistics
 
 
 def _scale_inv(copy: QuantizedArray) -> Array:

@@ -1,4 +1,4 @@
-"""What derivative rules of linear layers are given: the weights of a layer, and how it quantizes and multiplies."""
+"""Arguments of derivative rules of linear layers: the weights of a layer, and how it quantizes and multiplies."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Products(abc.ABC):
         return Request(self.quantization(role), self.batch_ndim, copies, (), (), with_amax, with_dbias)
 
     def kept(self, x: Any, role: Role, *, is_argument: bool) -> Any:
-        """What the backward pass reads of an operand, None for nothing, with its name unless it is there anyway."""
+        """Residual of an operand, None for nothing, with its name unless it is there anyway."""
         x = _second(x)
         if not isinstance(x, QuantizedArray):
             return x
@@ -214,7 +214,7 @@ class Products(abc.ABC):
         """The same products of operands that are not quantized, without activation."""
 
     def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout | None, ...]:
-        """Those of the results, from operands that are not quantized yet; None for as they come."""
+        """Layouts of the results, from operands that are not quantized yet; None for as they come."""
         del x
         return tuple(None for _ in kernels)
 

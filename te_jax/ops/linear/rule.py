@@ -243,7 +243,7 @@ def kept_kernels(products: Products, kernel8s: tuple[Any, ...], weights: tuple[W
 
 
 def named_amaxes(products: Products, amaxes: tuple[Any, ...], weights: tuple[Weight, ...]) -> tuple[Any, ...]:
-    """Those of activations and, last, of the kernels."""
+    """Amaxes of activations and, last, of the kernels."""
     roles = ("activation",) * (len(amaxes) - len(weights)) + ("kernel",) * len(weights)
     return tuple(
         None if amax is None else checkpoint_name(amax, f"{products.prefix}_{role}")

@@ -27,7 +27,7 @@ class Weight(NamedTuple):
 
 def together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
     """Operands of a layer, which end with its weights, as `sharding.varying_together` has them, states as they are."""
-    *others, weights = operands
+    *leading, weights = operands
     stateless = tuple(weight._replace(state=None) for weight in weights)
-    *others, stateless = sharding.varying_together((*others, stateless), axes)
-    return *others, tuple(w._replace(state=weight.state) for w, weight in zip(stateless, weights, strict=True))
+    *leading, stateless = sharding.varying_together((*leading, stateless), axes)
+    return *leading, tuple(w._replace(state=weight.state) for w, weight in zip(stateless, weights, strict=True))
