@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, found before it runs."""
+"""Residuals of a layer, found before it runs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class TracedLayer:
     kind: Hashable
 
     def __call__(self, constants: Sequence[Array], params: Any, x: Any) -> Any:
-        own = [constants[place] for place in self.constants]
-        return self.with_own(own, params, x)
+        layer_constants = [constants[place] for place in self.constants]
+        return self.with_own(layer_constants, params, x)
 
     def with_own(self, own: Sequence[Array], params: Any, x: Any) -> Any:
         function = jaxpr_as_fun(ClosedJaxpr(self.closed.jaxpr, list(own)))
@@ -94,7 +94,7 @@ def _types(operands: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Backward:
-    """What `jax.vjp` returns, without its leaves.
+    """Backward function of `jax.vjp`, without its leaves.
 
     Attributes:
       structure: its structure.
@@ -107,7 +107,7 @@ class Backward:
 
     @classmethod
     def split(cls, backward: Any) -> tuple[Backward, list[Array]]:
-        """What remains of it, and its residuals."""
+        """Function without its leaves, and its residuals."""
         leaves, structure = jax.tree.flatten(backward)
         empty = {place: jax.typeof(leaf) for place, leaf in enumerate(leaves) if not leaf.size}
         return cls(structure, empty), [leaf for leaf in leaves if leaf.size]
@@ -171,16 +171,16 @@ class Plan:
         wanted = [
             place for place, source in enumerate(self.sources) if source == place and self.residuals[place] is None
         ]
-        found = {place: operands[self.inputs[place]] for place in wanted if place in self.inputs}
-        if computed := [place for place in wanted if place not in found]:
+        values = {place: operands[self.inputs[place]] for place in wanted if place in self.inputs}
+        if computed := [place for place in wanted if place not in values]:
             first, closed = self.output.num_leaves, self.closed
             used = [place - first in computed for place in range(len(closed.out_avals))]
             jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
             # What is left of x is read by nothing that the residuals depend on.
             x = [lax.empty(aval.shape, aval.dtype) for aval in closed.in_avals[len(operands) :]]
             residuals = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*operands, *x)
-            found |= dict(zip(computed, residuals, strict=True))
-        return found
+            values |= dict(zip(computed, residuals, strict=True))
+        return values
 
 
 def plan_of(

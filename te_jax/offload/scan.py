@@ -88,9 +88,9 @@ def _first(params: Any) -> Any:
 
 def _trace(layer: Layer, params: Any, x: Any) -> tuple[TracedLayer, list[Array]]:
     """The layer, and what it closes over."""
-    found: list[tuple[list[TracedLayer], list[Array]]] = []
-    jax.eval_shape(lambda params, x: found.append(trace([layer], [_first(params)], x)), params, x)
-    ((traced,), constants) = found[0]
+    traces: list[tuple[list[TracedLayer], list[Array]]] = []
+    jax.eval_shape(lambda params, x: traces.append(trace([layer], [_first(params)], x)), params, x)
+    ((traced,), constants) = traces[0]
     before = jax.tree.map(jax.typeof, x)
     after = traced.output.unflatten(traced.closed.out_avals)
     if _types(before) != _types(after):
@@ -169,7 +169,7 @@ class _Rows:
 
 
 _ALIGNMENT = 256
-"""Of pieces in a row, in bytes: `Layout::kAlignment` of cuda_ext/offload."""
+"""Alignment of pieces in a row, in bytes: `Layout::kAlignment` of cuda_ext/offload."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
@@ -194,7 +194,7 @@ class _XlaMemory:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("stack", "kept", "slots", "token"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """What the extension copies between.
+    """Buffers that the extension copies between.
 
     Attributes:
       stack: uint8 [layers - keep, row_bytes], in host memory.
@@ -226,15 +226,15 @@ class _Memory:
             return native.call_once("te_offload_begin_store", results, token, stacked=stacked, sizes=rows.sizes)
 
         def on_cuda(token: Array) -> tuple[Array, ...]:
-            *others, _ = begin(token, 0)
+            *buffers, _ = begin(token, 0)
             # XLA allocates it in host memory. The extension's own results are always on the device.
             stack = sharding.varying_over(lax.empty((stacked, row), jnp.uint8), sharding.varying_axes(token))
-            return *others, jax.device_put(stack, _HOST)
+            return *buffers, jax.device_put(stack, _HOST)
 
         # Not `lax.platform_dependent`: JAX would take `empty`, which has no operand, out of loops around this one.
         def elsewhere(token: Array) -> tuple[Array, ...]:
-            *others, stack = begin(token, stacked)
-            return *others, jax.device_put(stack, _HOST)
+            *buffers, stack = begin(token, stacked)
+            return *buffers, jax.device_put(stack, _HOST)
 
         reason = (
             "scan_layers with offload under jax.vmap: map inside of the layer, or pass Offload(implementation='xla')"
@@ -327,7 +327,7 @@ partial_eval.dce_rules[_beside_p] = _used_beside
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kept:
-    """What the backward pass needs.
+    """Residuals of the backward pass.
 
     Attributes:
       constants, params: of all layers.
@@ -354,8 +354,8 @@ def _forward(
     wanted += tuple(leaf.perturbed for leaf in jax.tree.leaves(params))
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
     rows = _rows(layer, count, offload, wanted, constants, params, x)
-    own = [constants[place] for place in layer.constants]
-    memory = _Memory.begin_store(rows, (own, params, x)) if is_native and rows.leaving else _XlaMemory()
+    layer_constants = [constants[place] for place in layer.constants]
+    memory = _Memory.begin_store(rows, (layer_constants, params, x)) if is_native and rows.leaving else _XlaMemory()
 
     def step(carry: tuple[Any, Any], of_layer: Any) -> tuple[Any, Any]:
         x, memory = carry
@@ -375,7 +375,7 @@ def _forward(
             memory = leaves(piece, leaves_of_x[leaf], memory)
         # Copies of x begin before the layer does.
         x, memory = _beside(x, memory)
-        x, residuals = rows.plan.run(jax.tree.leaves((own, of_layer)), x)
+        x, residuals = rows.plan.run(jax.tree.leaves((layer_constants, of_layer)), x)
         for piece in range(len(rows.leaves_of_x), len(rows.leaving)):
             memory = leaves(piece, residuals[rows.leaving[piece]], memory)
         here = [residuals[place] for place in rows.here]
@@ -399,9 +399,9 @@ def _rows(
     plans: list[Plan] = []
 
     def run(constants: list[Array], params: Any, x: Any) -> None:
-        own = [constants[place] for place in layer.constants]
+        layer_constants = [constants[place] for place in layer.constants]
         leaves = offload if count > offload.keep else NOTHING
-        plans.append(plan_of(layer, own, _first(params), x, wanted, leaves))
+        plans.append(plan_of(layer, layer_constants, _first(params), x, wanted, leaves))
 
     jax.eval_shape(run, constants, params, x)
     if offload.required and isinstance(offload.names, tuple):
@@ -414,15 +414,15 @@ def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, 
     cotangent = jax.tree.map(instantiated, cotangent, is_leaf=is_symbolic_zero)
     leaves, structure = jax.tree.flatten(cotangent)
     floats = [place for place, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    own = [kept.constants[place] for place in plan.constants]
-    of_constants = [place for place in plan.differentiated if place < len(own)]
+    layer_constants = [kept.constants[place] for place in plan.constants]
+    of_constants = [place for place in plan.differentiated if place < len(layer_constants)]
     memory = kept.memory.begin_fetch(rows, cotangent) if rows.leaving else kept.memory
 
     def step(carry: tuple[Any, ...], of_layer: tuple[Any, ...]) -> tuple[Any, Any]:
         of_x, sums, memory = carry
         params, here, stored, scales = of_layer
         whole: dict[int, Array] = dict(zip(rows.here, here, strict=True))
-        operands = jax.tree.leaves((own, params))
+        operands = jax.tree.leaves((layer_constants, params))
         whole |= {place: operands[number] for place, number in rows.operands.items()}
         for piece, place in enumerate(rows.leaving):
             memory, value = memory.fetch(piece, rows.type_of(place), stored[piece])
@@ -439,16 +439,16 @@ def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, 
         of_operands = dict(zip(plan.differentiated, gradients, strict=True))
         sums = [total + of_operands[place] for total, place in zip(sums, of_constants, strict=True)]
         of_x = [leaf for leaf in jax.tree.leaves(of_x) if leaf.dtype != jax.dtypes.float0]
-        of_params = [of_operands.get(place) for place in range(len(own), plan.operands.num_leaves)]
+        of_params = [of_operands.get(place) for place in range(len(layer_constants), plan.operands.num_leaves)]
         return (of_x, sums, memory), of_params
 
-    zeros = [jnp.zeros_like(own[place]) for place in of_constants]
+    zeros = [jnp.zeros_like(layer_constants[place]) for place in of_constants]
     begin = [leaves[place] for place in floats], zeros, memory
     xs = kept.params, kept.here, kept.stored, kept.scales
     (of_x, sums, _), of_params = lax.scan(step, begin, xs, reverse=True)
     for place, leaf in zip(floats, of_x, strict=True):
         leaves[place] = leaf
-    found: list[Any] = [None] * count
+    dconstants: list[Any] = [None] * count
     for place, total in zip(of_constants, sums, strict=True):
-        found[plan.constants[place]] = total
-    return found, jax.tree.unflatten(jax.tree.structure(kept.params), of_params), structure.unflatten(leaves)
+        dconstants[plan.constants[place]] = total
+    return dconstants, jax.tree.unflatten(jax.tree.structure(kept.params), of_params), structure.unflatten(leaves)

@@ -133,8 +133,8 @@ def _plans(
             stays = offload.stays(place, len(stack))
             kind = (layer.kind, flags, stays)
             if kind not in made:
-                own = [constants[i] for i in layer.constants]
-                made[kind] = plan_of(layer, own, of_layer, x, flags, NOTHING if stays else offload)
+                layer_constants = [constants[i] for i in layer.constants]
+                made[kind] = plan_of(layer, layer_constants, of_layer, x, flags, NOTHING if stays else offload)
                 if offload.required and isinstance(offload.names, tuple) and not stays:
                     check_names(made[kind].residuals, offload.names, place)
             plans.append(made[kind])
@@ -154,7 +154,7 @@ class _Gathered:
         self._ready: dict[int, Any] = {}
 
     def beside(self, place: int, x: Any) -> tuple[Any, Any]:
-        """Those of a layer, and x; those of the next ones are gathered once x is there."""
+        """Parameters of a layer, and x; those of the next ones are gathered once x is there."""
         if self._shards is None:
             return self._params[place], x
         most = self._shards.ahead(place, self._params[place]) + (place in self._ready or place in self._order)
@@ -204,9 +204,9 @@ def _forward(
     slots = offload.slots or 1
     gathered = _Gathered(shards, params, range(len(stack)))
     for place, plan in enumerate(_plans(stack, constants, params, x, offload, wanted, shards)):
-        own = [constants[i] for i in plan.constants]
+        layer_constants = [constants[i] for i in plan.constants]
         of_layer, x = gathered.beside(place, x)
-        x, residuals = plan.run(jax.tree.leaves((own, of_layer)), x)
+        x, residuals = plan.run(jax.tree.leaves((layer_constants, of_layer)), x)
         x = gathered.next_before(x)
         arrived = place if place + 1 == len(stack) else place - slots + 1
         for before in range(max(place - slots, 0), arrived):
@@ -224,7 +224,7 @@ def _forward(
         leaving |= {place: data for place, (data, _) in in_fp8.items()}
         scales = {place: scale for place, (_, scale) in in_fp8.items()}
         stored = refuse_loops(_store(leaving, slots))
-        kept.append(_Kept(here, stored, scales, None if shards is None else (own, params[place]), plan))
+        kept.append(_Kept(here, stored, scales, None if shards is None else (layer_constants, params[place]), plan))
     return x, kept
 
 
@@ -249,14 +249,14 @@ def _backward(count: int, shards: Shards | None, kept: list[_Kept], cotangent: A
         leaves: list[Any] = [None] * plan.operands.num_leaves
         for index, gradient in zip(plan.differentiated, gradients, strict=True):
             leaves[index] = gradient
-        own, of_layer = plan.operands.unflatten(leaves)
+        dconstants, of_layer = plan.operands.unflatten(leaves)
         if shards is not None:
             cotangent = gathered.next_before(cotangent)
             of_layer = shards.scatter(place, parts[place], of_layer)
             if of_params:
                 of_params[0], cotangent = together(of_params[0], cotangent)
         of_params.insert(0, of_layer)
-        for index, gradient in zip(plan.constants, own, strict=True):
+        for index, gradient in zip(plan.constants, dconstants, strict=True):
             if gradient is not None:
                 of_constants[index] = of_constants[index] + gradient if index in of_constants else gradient
     return [of_constants.get(place) for place in range(count)], of_params, cotangent
@@ -301,4 +301,4 @@ _COPIES = 2
 """How many copies XLA has under way."""
 
 _PCIE_BYTES_PER_SECOND = 50e9
-"""Of PCIe 5 with 16 lanes, each way, as measured on H100s."""
+"""Rate of PCIe 5 with 16 lanes, each way, as measured on H100s."""

@@ -101,8 +101,8 @@ class Buckets:
                 parts.setdefault(slot.bucket, []).append(jnp.pad(flat, (0, fill)) if fill else flat)
         with jax.numpy_dtype_promotion("standard"):
             buckets = {name: jnp.concatenate(arrays) for name, arrays in parts.items()}
-        others = tuple(x for slot, x in zip(self.slots, leaves, strict=True) if slot.bucket is None)
-        return Packed(buckets, others)
+        unbucketed = tuple(x for slot, x in zip(self.slots, leaves, strict=True) if slot.bucket is None)
+        return Packed(buckets, unbucketed)
 
     def unpack(self, packed: Packed) -> Any:
         """The tree of packed leaves.
@@ -157,10 +157,10 @@ def _unpack(plan: Buckets, packed: Packed) -> Any:
 
 
 def _slices(plan: Buckets, packed: Packed) -> Any:
-    leaves, others = [], iter(packed.leaves)
+    leaves, unbucketed = [], iter(packed.leaves)
     for slot in plan.slots:
         if slot.bucket is None:
-            leaves.append(next(others))
+            leaves.append(next(unbucketed))
         else:
             end = slot.start + math.prod(slot.shape)
             leaves.append(packed.buckets[slot.bucket][slot.start : end].reshape(slot.shape))

@@ -61,11 +61,11 @@ def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
     if isinstance(target, _ADAM) and isinstance(source, _ADAM):
         return _convert_adam(target, source, where)
     if isinstance(target, _WRAPPERS) or isinstance(source, _WRAPPERS):
-        found: dict[type, list[tuple[Any, str]]] = {kind: [] for kind in _WRAPPERS}
+        wrappers: dict[type, list[tuple[Any, str]]] = {kind: [] for kind in _WRAPPERS}
         while isinstance(source, _WRAPPERS):
-            found[type(source)].append((source, where))
+            wrappers[type(source)].append((source, where))
             source, where = source.inner, f"{where}.inner"
-        return _convert_wrapped(target, found, source, params, where)
+        return _convert_wrapped(target, wrappers, source, params, where)
     if isinstance(target, optax.InjectStatefulHyperparamsState) and type(source) is type(target):
         return source._replace(
             hyperparams=_known_to(target.hyperparams, source.hyperparams),
@@ -151,13 +151,13 @@ def _check_keys(expected: list[str], found: list[str], where: str) -> None:
 
 
 def _convert_wrapped(
-    target: Any, found: dict[type, list[tuple[Any, str]]], source: Any, params: Any, where: str
+    target: Any, wrappers: dict[type, list[tuple[Any, str]]], source: Any, params: Any, where: str
 ) -> Any:
     if not isinstance(target, _WRAPPERS):
         return _convert(target, source, params, where)
-    of_this_kind = found[type(target)]
+    of_this_kind = wrappers[type(target)]
     before, its_name = of_this_kind.pop(0) if of_this_kind else (None, where)
-    inner = _convert_wrapped(target.inner, found, source, params, where)
+    inner = _convert_wrapped(target.inner, wrappers, source, params, where)
     if before is None:
         return target._replace(inner=inner)
     if isinstance(target, MasterWeightsState):

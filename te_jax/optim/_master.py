@@ -55,16 +55,18 @@ def master_weights(
         return jax.tree.map(_wide, tree)
 
     def master_of(param: Any) -> Any:
-        own = jnp.result_type(param)
-        if own == jnp.float32:
+        param_dtype = jnp.result_type(param)
+        if param_dtype == jnp.float32:
             return optax.MaskedNode()
-        if own not in (_BFLOAT16, np.float16):
+        if param_dtype not in (_BFLOAT16, np.float16):
             raise ValueError(
-                f"a parameter has dtype {own}: masters are for bfloat16 and float16 ones, and float32 is its "
+                f"a parameter has dtype {param_dtype}: masters are for bfloat16 and float16 ones, and float32 is its "
                 "own; mask it out, or use no master_dtype"
             )
-        if dtype == _INT16 and own != _BFLOAT16:
-            raise ValueError(f"a parameter has dtype {own}: master_dtype int16 completes bfloat16 ones; use float32")
+        if dtype == _INT16 and param_dtype != _BFLOAT16:
+            raise ValueError(
+                f"a parameter has dtype {param_dtype}: master_dtype int16 completes bfloat16 ones; use float32"
+            )
         if isinstance(param, jax.ShapeDtypeStruct):
             return jnp.zeros_like(param, dtype=dtype)
         return _reflected(np.int32(0), _bits(param)).astype(dtype) if dtype == _INT16 else param.astype(jnp.float32)
@@ -115,22 +117,22 @@ def weights(params: Any, state: Any) -> Any:
     Raises:
       ValueError: the state holds the masters of several optimizers.
     """
-    found = [
+    states = [
         leaf
         for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
         if isinstance(leaf, MasterWeightsState)
     ]
-    if len(found) > 1:
-        raise ValueError(f"state holds the masters of {len(found)} optimizers: name one of their states")
-    if not found:
+    if len(states) > 1:
+        raise ValueError(f"state holds the masters of {len(states)} optimizers: name one of their states")
+    if not states:
         return jax.tree.map(_wide, params)
-    return jax.tree.map(_weights, found[0].master, params, is_leaf=_is_masked)
+    return jax.tree.map(_weights, states[0].master, params, is_leaf=_is_masked)
 
 
 def _wide(x: Any) -> Any:
-    if not jnp.issubdtype(own := jnp.result_type(x), jnp.floating):
+    if not jnp.issubdtype(x_dtype := jnp.result_type(x), jnp.floating):
         return x
-    dtype = np.promote_types(own, np.float32)
+    dtype = np.promote_types(x_dtype, np.float32)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return jnp.asarray(x).astype(dtype)

@@ -47,12 +47,13 @@ def is_scaled(dtype: np.dtype | None) -> bool:
 
 def zeros(param: Any, dtype: np.dtype | None) -> Array:
     """A moment before the first step."""
-    own = jnp.result_type(param)
-    if own not in (*_PLAIN, _FLOAT16):
+    param_dtype = jnp.result_type(param)
+    if param_dtype not in (*_PLAIN, _FLOAT16):
         raise ValueError(
-            f"a parameter has dtype {own}: Adam needs parameters in float32, bfloat16, float16 or float64; mask it out"
+            f"a parameter has dtype {param_dtype}: Adam needs parameters in float32, bfloat16, float16 or float64; "
+            "mask it out"
         )
-    dtype = dtype or (np.dtype(jnp.float32) if own == _FLOAT16 else own)
+    dtype = dtype or (np.dtype(jnp.float32) if param_dtype == _FLOAT16 else param_dtype)
     return jnp.zeros_like(param, dtype=dtype)
 
 

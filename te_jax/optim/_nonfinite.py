@@ -145,14 +145,14 @@ def loss_scale(state: Any) -> Array:
     Raises:
       ValueError: there is none, or more than one.
     """
-    found = [
+    scales = [
         leaf.loss_scale
         for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, DynamicLossScaleState))
         if isinstance(leaf, DynamicLossScaleState)
     ]
-    if len(found) != 1:
-        raise ValueError(f"state holds {len(found)} loss scales: it must come from one `dynamic_loss_scale`")
-    return found[0]
+    if len(scales) != 1:
+        raise ValueError(f"state holds {len(scales)} loss scales: it must come from one `dynamic_loss_scale`")
+    return scales[0]
 
 
 def _all_finite(updates: Any, axis_name: AxisName | None) -> Array:

@@ -116,8 +116,8 @@ def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tu
                 values[into] = jax.device_put(begin[-1], _DEVICE)
                 before.append(values[into])
         if 0 <= place < len(pieces):
-            found = jaxprs.run(pieces[place], values)
-            values |= dict(zip(pieces[place].jaxpr.outvars, found, strict=True))
+            outputs = jaxprs.run(pieces[place], values)
+            values |= dict(zip(pieces[place].jaxpr.outvars, outputs, strict=True))
 
     def result(var: Any, host: bool) -> Any:
         if host and isinstance(var, Var) and var in stored:
@@ -179,14 +179,14 @@ def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[ClosedJaxpr]:
 
     def needed(outputs: Iterable[Any]) -> list[Any]:
         """The equations that the outputs need and that have not run, in order."""
-        found, todo = [], jaxprs.variables(outputs)
+        places, todo = [], jaxprs.variables(outputs)
         while todo:
             place = maker.get(todo.pop())
             if place is not None and place not in run:
                 run.add(place)
-                found.append(place)
+                places.append(place)
                 todo += jaxprs.variables(program.eqns[place].invars)
-        return [program.eqns[place] for place in sorted(found)]
+        return [program.eqns[place] for place in sorted(places)]
 
     parts = list(map(needed, groups))
     last_read = {v: number for number, eqns in enumerate(parts) for eqn in eqns for v in jaxprs.variables(eqn.invars)}

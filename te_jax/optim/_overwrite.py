@@ -64,12 +64,12 @@ def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.Gradie
         updates, state = masked.update(updates, state, params, **extra)
         counts = {path: leaf for path, leaf in _leaves(updates) if path[-1:] == (_USES,)}
 
-        def difference(path: Any, is_state: bool, found: Any, former: Any) -> Any:
+        def difference(path: Any, is_state: bool, new: Any, former: Any) -> Any:
             if not is_state:
-                return found
-            own = isinstance(found, DelayedScalingState)
-            uses = found.uses if own else counts.get((*_names(path)[:-1], _USES))
-            return jax.tree.map(lambda found, former: _difference(found, former, uses), found, former)
+                return new
+            has_uses = isinstance(new, DelayedScalingState)
+            uses = new.uses if has_uses else counts.get((*_names(path)[:-1], _USES))
+            return jax.tree.map(lambda new, former: _difference(new, former, uses), new, former)
 
         return jax.tree.map_with_path(difference, _is_state(updates), updates, params), state
 
@@ -107,11 +107,11 @@ def _is_scaling_state(x: Any) -> bool:
     return isinstance(x, DelayedScalingState)
 
 
-def _difference(found: Array, former: Array, uses: Array | None) -> Array:
-    """An update that leads from `former` to `found`, or to the next larger reachable value: a smaller amax would let
+def _difference(new: Array, former: Array, uses: Array | None) -> Array:
+    """An update that leads from `former` to `new`, or to the next larger reachable value: a smaller amax would let
     values saturate, and 0 means that no amax is known."""
-    update = found - former
-    update = jnp.where(former + update < found, jnp.nextafter(update, jnp.inf), update)
+    update = new - former
+    update = jnp.where(former + update < new, jnp.nextafter(update, jnp.inf), update)
     if uses is None:
         return update
     uses = jnp.expand_dims(uses, tuple(range(uses.ndim, update.ndim)))  # stacked layers have one each

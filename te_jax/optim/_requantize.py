@@ -104,8 +104,8 @@ def _quantized(how: Requantize, kernel: Array) -> QuantizedArray:
         )
     amax = None
     if facts_of(how.recipe.quantization("kernel").scaling).by_tensor:
-        own = tuple(range(how.stacked_ndim, kernel.ndim))
-        amax = jnp.max(jnp.abs(kernel), axis=own, initial=0).astype(jnp.float32)
+        kernel_axes = tuple(range(how.stacked_ndim, kernel.ndim))
+        amax = jnp.max(jnp.abs(kernel), axis=kernel_axes, initial=0).astype(jnp.float32)
     return quantize_kernel(
         kernel,
         how.recipe,

@@ -113,10 +113,10 @@ def covered_by(sizes: Array, starts: Array, num_rows: int) -> tuple[Array, Array
     order = jnp.argsort(starts).astype(jnp.int32)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     last = jnp.searchsorted(starts[order], row, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    found = order[jnp.maximum(last, 0)]
-    place = row - starts[found]
-    covered = (last >= 0) & (place < sizes[found])
-    return jnp.where(covered, found, -1), jnp.where(covered, place, -1)
+    covering = order[jnp.maximum(last, 0)]
+    place = row - starts[covering]
+    covered = (last >= 0) & (place < sizes[covering])
+    return jnp.where(covered, covering, -1), jnp.where(covered, place, -1)
 
 
 def _sent(segments: Segments) -> _Slices:
@@ -136,14 +136,14 @@ def _exchange(rows: Array, sent: _Slices, received: _Slices, axes: Axes, num_row
         )
 
     def all_gather(rows: Array, sent: _Slices, received: _Slices) -> Array:
-        """The same where XLA has no ragged all-to-all, on CPUs."""
+        """An exchange where XLA has no ragged all-to-all, on CPUs."""
         del sent
         everything = lax.all_gather(rows, axes)
-        found, place = covered_by(received.sizes, received.here, num_rows)
+        covering, place = covered_by(received.sizes, received.here, num_rows)
         slices = received.sizes.shape[0] // everything.shape[0]
-        row = jnp.where(found >= 0, received.there[found] + place, 0)
-        taken = everything.at[jnp.maximum(found, 0) // slices, row].get(mode="promise_in_bounds")
-        return jnp.where((found >= 0).reshape(num_rows, *(1,) * (rows.ndim - 1)), taken, zeros(rows))
+        row = jnp.where(covering >= 0, received.there[covering] + place, 0)
+        taken = everything.at[jnp.maximum(covering, 0) // slices, row].get(mode="promise_in_bounds")
+        return jnp.where((covering >= 0).reshape(num_rows, *(1,) * (rows.ndim - 1)), taken, zeros(rows))
 
     def zeros(rows: Array) -> Array:
         return sharding.varying_over(jnp.zeros((num_rows, *rows.shape[1:]), rows.dtype), sharding.varying_axes(rows))

@@ -476,7 +476,7 @@ def _canonical_weight(weight: Weight, kernel_contracting: KernelContracting) -> 
 
 
 def as_matrix(x: QuantizedArray, rows: int, cols: int) -> QuantizedArray:
-    """The same with one dimension of rows and one of cols. Blocks divide the last dimension of each group."""
+    """x with one dimension of rows and one of cols. Blocks divide the last dimension of each group."""
 
     def scales(scale_inv: Array | None, scaling: Scaling, outer: int, summed: int) -> Array | None:
         if scale_inv is None or facts_of(scaling).by_tensor:

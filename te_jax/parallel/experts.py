@@ -151,8 +151,8 @@ def plan_dispatch(
         raise ValueError(f"buffer_factor is {buffer_factor!r}; it must be a positive number, or None for any load")
     if experts.ndim == 0 or not experts.size:
         raise ValueError(f"experts have shape {experts.shape}; they must be [*tokens, top_k], none of them 0")
-    given = {"num_experts": num_experts, "align": align, "capacity": 1 if capacity is None else capacity}
-    for name, value in given.items():
+    integers = {"num_experts": num_experts, "align": align, "capacity": 1 if capacity is None else capacity}
+    for name, value in integers.items():
         if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     local, top_k = experts_of_device(num_experts, axis_name), experts.shape[-1]
@@ -307,7 +307,7 @@ def experts_of_device(num_experts: int, axis_name: AxisName) -> int:
 )
 def _plan(
     experts: Array,
-    own: ops.Permutation,
+    permutation: ops.Permutation,
     *,
     axes: Axes,
     align: int,
@@ -316,7 +316,7 @@ def _plan(
     fits: bool,
     exchange: Exchange,
 ) -> DispatchPlan:
-    counts = lax.all_gather(own.group_sizes, axes)
+    counts = lax.all_gather(permutation.group_sizes, axes)
     devices, num_experts = counts.shape
     me = lax.axis_index(axes)
 
@@ -332,23 +332,25 @@ def _plan(
     segments = Segments(sent, _before(counts, 1), starts + earlier, axes, experts.size, num_rows)
     dropped = jnp.sum(counts[me] - sent[me], dtype=jnp.int32)
 
-    valid = own.rows >= 0
+    valid = permutation.rows >= 0
     expert = jnp.where(valid, experts, 0)
-    rank = own.rows - segments.origins[me][expert]
+    rank = permutation.rows - segments.origins[me][expert]
     goes = valid & (rank < sent[me][expert])
     if capacity is not None or not fits:
-        choice = own.choices
+        choice = permutation.choices
         stays = goes.reshape(goes.size)[jnp.maximum(choice, 0)]
-        own = own._replace(rows=jnp.where(goes, own.rows, -1), choices=jnp.where(stays, choice, -1), dropped=dropped)
+        permutation = permutation._replace(
+            rows=jnp.where(goes, permutation.rows, -1), choices=jnp.where(stays, choice, -1), dropped=dropped
+        )
 
     gathered = None
     if exchange == "all_gather":
         holder, place = expert // (num_experts // devices), segments.places[me][expert] + rank
-        tables = (jnp.where(goes, holder, -1), place, own.choices.reshape(experts.shape))
+        tables = (jnp.where(goes, holder, -1), place, permutation.choices.reshape(experts.shape))
         holder, place, choice = jnp.moveaxis(lax.all_gather(jnp.stack(tables), axes), 1, 0)
         rows, choices = jnp.where(holder == me, place, -1), _choices_of_all(choice, segments)
         gathered = ops.Permutation(rows, choices, sizes[me], dropped)
-    return DispatchPlan(own, sizes[me], dropped, segments, gathered)
+    return DispatchPlan(permutation, sizes[me], dropped, segments, gathered)
 
 
 def _taken(totals: Array, align: int, capacity: int | None, num_rows: int | None) -> Array:
@@ -378,11 +380,11 @@ def _choices_of_all(choices: Array, segments: Segments) -> Array:
     sizes, places, origins = (
         of_experts(table, segments.axis_name) for table in (segments.sizes, segments.places, segments.origins)
     )
-    found, place = covered_by(sizes, places, segments.held_rows)
-    device = jnp.maximum(found, 0) // (sizes.shape[0] // devices)
-    origin = jnp.where(found >= 0, origins[found] + place, 0)
+    covering, place = covered_by(sizes, places, segments.held_rows)
+    device = jnp.maximum(covering, 0) // (sizes.shape[0] // devices)
+    origin = jnp.where(covering >= 0, origins[covering] + place, 0)
     choice = choices.reshape(devices, count).at[device, origin].get(mode="promise_in_bounds")
-    return jnp.where(found >= 0, device * count + choice, -1)
+    return jnp.where(covering >= 0, device * count + choice, -1)
 
 
 def _before(counts: Array, axis: int) -> Array:

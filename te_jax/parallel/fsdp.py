@@ -162,8 +162,8 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
         entries, parts = _split_by_others(leaf, shape, fsdp.axis_name)
         if math.prod(shape) < max(fsdp.min_size, 1):
             return _spec(entries)
-        found = split_dimension(parts, fsdp.size, how)
-        if found is None:
+        split = split_dimension(parts, fsdp.size, how)
+        if split is None:
             sizes = [str(size) for size in range(2, fsdp.size) if split_dimension(parts, size) is not None]
             left = "" if parts == shape else f", of which other axes leave {parts}"
             raise ValueError(
@@ -171,7 +171,7 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
                 f"dimension of that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis "
                 "for the other devices, or min_size to leave it whole"
             )
-        entries[found[0]] += (fsdp.axis_name,)
+        entries[split[0]] += (fsdp.axis_name,)
         return _spec(entries)
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_parameter)
@@ -269,7 +269,7 @@ class Shards:
         return self.arrived(place, params, self.sent(place, params))
 
     def sent(self, place: int, params: Any) -> Any:
-        """What devices send of a layer's parameters."""
+        """A layer's parameters as devices send them."""
         return self._map(place, self._sent, params)
 
     def arrived(self, place: int, params: Any, sent: Any) -> Any:
@@ -296,10 +296,10 @@ class Shards:
         """Whether the gathered parameters of a layer wait for the backward pass."""
         return place >= len(self.dims) - self.fsdp.keep
 
-    def _map(self, place: int, function: Any, params: Any, *others: Any) -> Any:
+    def _map(self, place: int, function: Any, params: Any, *trees: Any) -> Any:
         leaves, structure = jax.tree.flatten(params, is_leaf=is_parameter)
-        others = tuple(structure.flatten_up_to(other) for other in others)
-        return structure.unflatten([function(*each) for each in zip(self.dims[place], leaves, *others, strict=True)])
+        trees = tuple(structure.flatten_up_to(tree) for tree in trees)
+        return structure.unflatten([function(*each) for each in zip(self.dims[place], leaves, *trees, strict=True)])
 
     def _sent(self, dim: int | None, leaf: Any) -> Any:
         if dim is None:
@@ -381,17 +381,17 @@ def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shard
     axes = sharding.varying_axes(x) | {fsdp.axis_name}
     specs = _for_each_layer("specs", fsdp.specs, params, _specs_of)
     requantize = _for_each_layer("quantize", fsdp.quantize, params, _requantize_of)
-    found, dims = [], []
+    layers, dims = [], []
     for place, of_layer in enumerate(params):
         leaves, structure = jax.tree_util.tree_flatten_with_path(of_layer, is_leaf=is_parameter)
         prepared = [
             _prepared(fsdp, f"params[{place}]{jax.tree_util.keystr(path)}", leaf, spec, how, axes)
             for (path, leaf), spec, how in zip(leaves, specs[place], requantize[place], strict=True)
         ]
-        found.append(structure.unflatten([leaf for leaf, _ in prepared]))
+        layers.append(structure.unflatten([leaf for leaf, _ in prepared]))
         dims.append(tuple(dim for _, dim in prepared))
     dtype = fsdp.gather_dtype or _dtype_of(x)
-    return found, Shards(fsdp, tuple(dims), dtype)
+    return layers, Shards(fsdp, tuple(dims), dtype)
 
 
 def _dtype_of(x: Any) -> Any:
@@ -433,11 +433,11 @@ def _for_each_layer(name: str, value: Any, params: Sequence[Any], spread: Any) -
 
 
 def _specs_of(specs: Any, of_layer: Any) -> list[PartitionSpec | None]:
-    found = jax.tree.structure(of_layer, is_leaf=is_parameter).flatten_up_to(specs)
-    for spec in found:
+    leaf_specs = jax.tree.structure(of_layer, is_leaf=is_parameter).flatten_up_to(specs)
+    for spec in leaf_specs:
         if not (spec is None or isinstance(spec, PartitionSpec)):
             raise ValueError(f"{spec!r} is no PartitionSpec; pass one for each parameter, as shard_specs returns them")
-    return found
+    return leaf_specs
 
 
 def _requantize_of(quantize: Any, of_layer: Any) -> list[Requantize | None]:

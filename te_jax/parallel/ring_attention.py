@@ -131,8 +131,8 @@ def ring_attention(
     References:
       Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889.
     """
-    (axis, *others), size = sharding.mapped_axes(axis_name)
-    if others:
+    (axis, *more_axes), size = sharding.mapped_axes(axis_name)
+    if more_axes:
         raise ValueError(f"axis_name is {axis_name!r}; a ring has one axis: name that of the devices that split time")
     validate_implementation(implementation)
     causal = as_flag("causal", causal)
@@ -195,7 +195,7 @@ def _runs(segment_ids: Array, axis_name: str, *, causal: bool) -> tuple[Array, A
 
 
 class _Keys(NamedTuple):
-    """What travels: the segments of tokens, and keys and values [B, T, 2 K, H] as one array, since XLA has one exchange
+    """Ring data: the segments of tokens, and keys and values [B, T, 2 K, H] as one array, since XLA has one exchange
     under way at a time."""
 
     pair: Array
@@ -230,7 +230,7 @@ class _Ring:
     implementation: AttentionImplementation | None
 
     def next(self, tree: Any) -> Any:
-        """What the device before has."""
+        """Arrays of the device before."""
         order = [(device, (device + 1) % self.size) for device in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, order), tree)
 
@@ -239,7 +239,7 @@ class _Ring:
         return Settings(masks, self.implementation, self.max_score_bytes, part=True)
 
     def blocks(self, operands: dict[str, Array]) -> list[_Block]:
-        """That of this device's own keys, and those of the steps after it."""
+        """Block of this device's own keys, and those of the steps after it."""
         here = lax.axis_index(self.axis)
         kinds = [_Own, *[_Half if self.causal else _Block] * (self.size - 1)]
         return [
@@ -283,8 +283,8 @@ class _Block:
         out, lse, dout = self.of_block(out, lse, dout)
         if rows is not None:
             dout, lse = jnp.where(rows[..., None, None], dout, 0.0), jnp.where(rows[:, None], lse, _NO_PART)
-        found = self.settings.backward(operands, out, lse, dout, ("query", "key", "value"))
-        of_query, of_key, of_value = found
+        gradients = self.settings.backward(operands, out, lse, dout, ("query", "key", "value"))
+        of_query, of_key, of_value = gradients
         return self.gradients(_Gradients(of_query, _pair(of_key, of_value)))
 
     # Here of all queries and keys, as they are.
@@ -294,7 +294,7 @@ class _Block:
         return self.ring.settings(causal=False)
 
     def operands(self, keys: _Keys) -> tuple[dict[str, Array], Array | None]:
-        """Those of `ops.attention`, and which queries see any key, if some may see none."""
+        """Operands of `ops.attention`, and which queries see any key, if some may see none."""
         return self.masked(self.query, keys.pair, self.visible(keys))
 
     def visible(self, keys: _Keys) -> Array | None:
@@ -307,8 +307,8 @@ class _Block:
     def of_tokens(self, out: Array, lse: Array) -> tuple[Array, Array]:
         return out, lse
 
-    def gradients(self, found: _Gradients) -> _Gradients:
-        return found
+    def gradients(self, of_blocks: _Gradients) -> _Gradients:
+        return of_blocks
 
     def masked(self, query: Array, pair: Array, visible: Array | None) -> Any:
         operands = {"query": query} | dict(zip(("key", "value"), jnp.split(pair, 2, 2), strict=True))
@@ -388,7 +388,7 @@ class _Half(_Block):
             [jnp.where(self.earlier, of_other, nothing), of_always], 2
         )
 
-    def gradients(self, found: _Gradients) -> _Gradients:
+    def gradients(self, of_blocks: _Gradients) -> _Gradients:
         def of_halves(x: Array, *, always_second: bool) -> Array:
             always, other = jnp.split(x, 2)
             nothing = jnp.zeros_like(other)
@@ -396,7 +396,9 @@ class _Half(_Block):
             halves = (first, second + always) if always_second else (first + always, second)
             return jnp.concatenate(halves, 1)
 
-        return _Gradients(of_halves(found.query, always_second=True), of_halves(found.pair, always_second=False))
+        return _Gradients(
+            of_halves(of_blocks.query, always_second=True), of_halves(of_blocks.pair, always_second=False)
+        )
 
 
 _NO_PART = 1e30
@@ -432,15 +434,15 @@ def _attention(ring: _Ring, operands: dict[str, Array]) -> Array:
 def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, Any]:
     keys = _Keys.of(operands)
     blocks = ring.blocks(operands)
-    found: tuple[Array, Array] | None = None
+    joined: tuple[Array, Array] | None = None
     for block in blocks:
         of_block = block.forward(keys)
         if block is not blocks[-1]:
             # The barrier: XLA takes calls for short, and would let nothing be under way beside them.
             keys, of_block = sharding.together(ring.next(keys), of_block)
-        found = of_block if found is None else _joined(*found, *of_block)
-    assert found is not None
-    out, lse = found[0].astype(operands["query"].dtype), found[1]
+        joined = of_block if joined is None else _joined(*joined, *of_block)
+    assert joined is not None
+    out, lse = joined[0].astype(operands["query"].dtype), joined[1]
     out, lse = checkpoint_name(out, "te_attention_output"), checkpoint_name(lse, "te_attention_lse")
     return out, (operands, out, lse)
 
@@ -452,14 +454,14 @@ def _backward(ring: _Ring, residuals: Any, dout: Array) -> tuple[dict[str, Array
     # Gradients follow the keys that they are of, a step behind, and are at home after the last step.
     of_query = of_keys = None
     for block in blocks:
-        own = block.backward(keys, out, lse, dout)
+        of_block = block.backward(keys, out, lse, dout)
         under_way = (ring.next(keys) if block is not blocks[-1] else None), ring.next(of_keys)
-        (keys, of_keys), own = sharding.together(under_way, own)
-        of_query = own.query if of_query is None else of_query + own.query
-        of_keys = own.pair if of_keys is None else of_keys + own.pair
+        (keys, of_keys), of_block = sharding.together(under_way, of_block)
+        of_query = of_block.query if of_query is None else of_query + of_block.query
+        of_keys = of_block.pair if of_keys is None else of_keys + of_block.pair
     assert of_query is not None
-    found = dict(zip(("query", "key", "value"), (of_query, *jnp.split(ring.next(of_keys), 2, 2)), strict=True))
-    gradients = {name: x.astype(operands[name].dtype) for name, x in found.items()}
+    sums = dict(zip(("query", "key", "value"), (of_query, *jnp.split(ring.next(of_keys), 2, 2)), strict=True))
+    gradients = {name: x.astype(operands[name].dtype) for name, x in sums.items()}
     return ({**dict.fromkeys(operands), **gradients},)
 
 

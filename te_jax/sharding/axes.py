@@ -66,7 +66,7 @@ def varying_axes(*operands: Any) -> frozenset[str]:
 
 
 def tracked_axes(names: Sequence[str]) -> frozenset[str]:
-    """Those of the mapped axes for which JAX tracks what varies over them."""
+    """Mapped axes for which JAX tracks what varies over them."""
     return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
 
 
@@ -108,7 +108,7 @@ def unmapped_axes() -> list[str]:
 
 
 def axes_without_devices(names: Sequence[str]) -> list[str]:
-    """Those of the mapped axes that are examples of a vmap on one device."""
+    """Mapped axes that are examples of a vmap on one device."""
     return [name for name in names if name not in jax.sharding.get_abstract_mesh().manual_axes]
 
 

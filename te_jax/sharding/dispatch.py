@@ -94,9 +94,9 @@ def per_shard(
         def observable(*operands: Array, **static: Any) -> Results:
             return dispatch.observable(functools.partial(function, **undecided, **static), *operands)
 
-        found: Any = wrapper
-        found.observable = observable
-        return found
+        decorated: Any = wrapper
+        decorated.observable = observable
+        return decorated
 
     return decorate
 

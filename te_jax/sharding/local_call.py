@@ -56,11 +56,11 @@ def _(*operands, again, **_):
     # Without jit, and to find a NaN in what is compiled, JAX would call this function again.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _compiled(again)(*operands)
-    for wanted, found, kind in (
+    for wanted, is_invalid, kind in (
         (getattr(jax.config, "jax_debug_nans", False), jnp.isnan, "nan"),
         (getattr(jax.config, "jax_debug_infs", False), jnp.isinf, "inf"),
     ):
-        if wanted and any(found(x).any() for x in results if jnp.issubdtype(x.dtype, jnp.floating)):
+        if wanted and any(is_invalid(x).any() for x in results if jnp.issubdtype(x.dtype, jnp.floating)):
             raise FloatingPointError(f"invalid value ({kind}) encountered in a native kernel")
     return results
 

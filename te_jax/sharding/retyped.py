@@ -197,8 +197,8 @@ class _Retyped:
 
         def backward(arguments: Sequence[Any], cotangents: list[Any]) -> tuple[Any, ...]:
             types = [atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars]
-            found = self.call(jax.make_jaxpr(gradients)(*types), *arguments, *cotangents)
-            replaced = dict(zip(floats, _varying(found, axes), strict=True))
+            in_cotangents = self.call(jax.make_jaxpr(gradients)(*types), *arguments, *cotangents)
+            replaced = dict(zip(floats, _varying(in_cotangents, axes), strict=True))
             return tuple(replaced.get(place) for place in range(len(arguments)))
 
         run.defvjp(lambda *arguments: (run(*arguments), arguments), backward)
@@ -238,8 +238,8 @@ def _collective(jaxpr: Jaxpr, axes: frozenset[str]) -> str | None:
         shared = [name for name in (names if isinstance(names, tuple) else (names,)) if isinstance(name, str)]
         if axes.intersection(shared) and eqn.primitive.name not in ("pvary", "axis_index"):
             return eqn.primitive.name
-        if found := next(filter(None, (_collective(each, axes) for each in jaxprs.inner(eqn))), None):
-            return found
+        if collective := next(filter(None, (_collective(each, axes) for each in jaxprs.inner(eqn))), None):
+            return collective
     return None
 
 

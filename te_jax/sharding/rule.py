@@ -133,12 +133,12 @@ class Rule:
         for term, spec in zip(self.operands, specs, strict=True):
             factors = _expand(term, batch)
             for factor, entry in zip(factors, (*spec, *(None,) * (len(factors) - len(spec))), strict=True):
-                taken = {axis for given in axes.values() for axis in given}
+                taken = {axis for assigned in axes.values() for axis in assigned}
                 wanted = axes_of_entry(entry)
                 if factor not in axes:
                     free = factor not in replicated and not taken & set(wanted) and divides(factor, wanted)
                     axes[factor] = wanted if free else ()
-        axes = {factor: given for factor, given in axes.items() if given}
+        axes = {factor: assigned for factor, assigned in axes.items() if assigned}
         return Assignment(
             axes,
             tuple(_spec(term, batch, axes) for term in self.operands),

@@ -46,7 +46,7 @@ class CollectiveSpec:
 
     @property
     def name(self) -> str:
-        """Of the function, in `te_jax.parallel`."""
+        """Name of the function, in `te_jax.parallel`."""
         return "all_gather_matmul" if self.gathers else "matmul_reduce_scatter"
 
     @property
@@ -68,6 +68,6 @@ class CollectiveSpec:
         return self.transport if isinstance(self.transport, P2P) else P2P()
 
     def of(self, product: Product, codec: Codec) -> CollectiveSpec:
-        """That of one of the three products."""
+        """Spec of one of the three products."""
         out_dtype = self.out_dtype if product == "forward" else self.x_dtype
         return dataclasses.replace(self, product=product, codec=codec, out_dtype=out_dtype)

@@ -1,4 +1,4 @@
-"""What transports of collective matmul take and return, and the GEMM of one piece that those made of XLA share.
+"""Operands and results of transports of collective matmul, and the GEMM of one piece that those made of XLA share.
 
 A transport is a module with two functions, the `Transport` below. Both run inside `shard_map` or `pmap`, on the shards
 of D devices, in canonical shapes: A for the dimensions before the one that is gathered or scattered, R rows of one

@@ -36,7 +36,7 @@ _SHORTEST_PRODUCT = 48e-6
 """Seconds of multiplying for each device of a group, below which plain collectives are as fast: a call costs the host
 more than theirs do. Measured on two and four H200s (docs/measurements.md), a guess for more."""
 _SHORTEST_PRODUCT_OF_SEVERAL_PROCESSES = 180e-6
-"""The same for a group whose devices several processes drive: the shortest that was measured on two H100s, and faster
+"""Seconds for a group whose devices several processes drive: the shortest that was measured on two H100s, and faster
 than plain collectives (docs/measurements.md)."""
 _HOST_SECONDS = 5e-6
 """One call of the driver. A gather makes one for each leading index and each other device."""
@@ -156,10 +156,10 @@ def _native_all_gather_gemm(
     # Other processes cannot write to arrays that XLA has allocated.
     put = spec.p2p.protocol != "get" and not group["shared_bytes"]
     attributes = _attributes(spec, x, kernels) | {"keep_gathered": keep_gathered, "put": put}
-    found = native.call("te_all_gather_gemm", results, *map(_present, operands), **attributes, **group)
-    ys, (gathered, _, *others) = found[: len(kernels)], found[len(kernels) :]
+    arrays = native.call("te_all_gather_gemm", results, *map(_present, operands), **attributes, **group)
+    ys, (gathered, _, *gathered_extras) = arrays[: len(kernels)], arrays[len(kernels) :]
     products = tuple(with_bias(y, None if fuses else bias, spec.out_dtype) for y, bias in zip(ys, biases, strict=True))
-    return products, gathered if keep_gathered else None, tuple(others[: len(extras)])
+    return products, gathered if keep_gathered else None, tuple(gathered_extras[: len(extras)])
 
 
 def _native_gemm_reduce_scatter(
@@ -188,7 +188,7 @@ _NATIVE = {"all_gather_gemm": _native_all_gather_gemm, "gemm_reduce_scatter": _n
 
 
 def _scatter_buffers(spec: CollectiveSpec, xs, kernels, bias: Array | None) -> list[jax.ShapeDtypeStruct]:
-    """What is received, what is sent, and sums in float32.
+    """Buffers to receive, to send, and for sums in float32.
 
     With two devices, a GEMM can write to the other device while it runs. GEMMs of several devices would write to the
     same one whenever they get out of step, and would wait for each other; copies do not hold them up.
@@ -196,11 +196,11 @@ def _scatter_buffers(spec: CollectiveSpec, xs, kernels, bias: Array | None) -> l
     pieces, _, rows, _ = xs[0].data.shape
     dtype, block = _product_dtype(spec, xs[0]), (pieces, rows, kernels[0].columns)
     adds_up = bool(xs[1:]) and dtype != _FLOAT32  # several products, which are rounded together
-    others = spec.size - 1
-    received = others if adds_up else 1 if others <= 1 and bias is None else spec.size
+    peers = spec.size - 1
+    received = peers if adds_up else 1 if peers <= 1 and bias is None else spec.size
     return [
         jax.ShapeDtypeStruct((received, *block), dtype),
-        jax.ShapeDtypeStruct((others, *block) if others > 1 or adds_up else (0,), dtype),
+        jax.ShapeDtypeStruct((peers, *block) if peers > 1 or adds_up else (0,), dtype),
         jax.ShapeDtypeStruct((2, *block) if adds_up else (0,), _FLOAT32),
     ]
 
@@ -276,8 +276,8 @@ def _call(spec: CollectiveSpec, function: str, arguments: tuple[Any, ...], resul
     expected, result_tree = jax.tree.flatten(results)
     avals = tuple(sharding.result_type(result.shape, result.dtype, *leaves) for result in expected)
     mesh = sharding.current_mesh()
-    found = _collective_p.bind(*leaves, function=function, tree=tree, results=avals, spec=spec, mesh=mesh, **params)
-    return jax.tree.unflatten(result_tree, found)
+    arrays = _collective_p.bind(*leaves, function=function, tree=tree, results=avals, spec=spec, mesh=mesh, **params)
+    return jax.tree.unflatten(result_tree, arrays)
 
 
 @_collective_p.def_abstract_eval
@@ -362,9 +362,9 @@ def _devices(mesh: object, axis_name: tuple[str, ...]) -> np.ndarray | None:
     if not isinstance(mesh, Mesh):
         return None
     order = [mesh.axis_names.index(name) for name in axis_name]
-    others = [axis for axis in range(mesh.devices.ndim) if axis not in order]
+    other_axes = [axis for axis in range(mesh.devices.ndim) if axis not in order]
     size = math.prod(mesh.devices.shape[axis] for axis in order)
-    return mesh.devices.transpose(*others, *order).reshape(-1, size)
+    return mesh.devices.transpose(*other_axes, *order).reshape(-1, size)
 
 
 batching.primitive_batchers[_collective_p] = _batch

@@ -223,8 +223,8 @@ class _Attempt:
         return gave_up or bool(self._texts(self.number + 1))
 
     def _texts(self, number: int) -> dict[int, str]:
-        found = self._store.key_value_dir_get(f"{self._folder}/{number}/")
-        return {int(key.rpartition("/")[2]): text for key, text in found}
+        entries = self._store.key_value_dir_get(f"{self._folder}/{number}/")
+        return {int(key.rpartition("/")[2]): text for key, text in entries}
 
 
 def _names_of(places: Iterable[int]) -> str:
