@@ -105,10 +105,10 @@ def _proc_driver() -> str | None:
 def _in_file(path: Path, pattern: str) -> str | None:
     """The group of the first match in a file, if it can be read and there is one."""
     try:
-        found = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
+        match = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return None
-    return found.group(1).strip() if found else None
+    return match.group(1).strip() if match else None
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -50,7 +50,7 @@ def in_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
     largest = min(a.max, b.max)
 
     def shared(x: Array, otherwise: int) -> Array:
-        held = (x >= 0) & (x <= np.asarray(largest, x.dtype))
-        return jnp.where(held, x.astype(signed), np.asarray(otherwise, signed))
+        in_range = (x >= 0) & (x <= np.asarray(largest, x.dtype))
+        return jnp.where(in_range, x.astype(signed), np.asarray(otherwise, signed))
 
     return shared(first, -1), shared(second, -2)

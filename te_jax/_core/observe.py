@@ -28,7 +28,7 @@ Kind = Literal["sum", "max", "min", "norm"]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked for. Hashable.
+    """Statistics that are asked for. Hashable.
 
     Attributes:
       roles, products: of tensors.
@@ -192,7 +192,7 @@ def tag(arrays: Sequence[Array], links: Sequence[Array], statistics: Sequence[Ar
 
 
 def identity_of(kind: Kind, dtype: Any) -> Any:
-    """What changes nothing that it is combined with."""
+    """Value that changes nothing that it is combined with."""
     if kind in ("sum", "norm"):
         return np.zeros((), dtype)
     limits: Any = jnp.iinfo(dtype) if np.issubdtype(dtype, np.integer) else None

@@ -1,4 +1,4 @@
-"""What a program does on the platform that it is lowered for, where `jax.lax.platform_dependent` would not do."""
+"""Branches by the platform that a program is lowered for, where `jax.lax.platform_dependent` would not do."""
 
 from __future__ import annotations
 

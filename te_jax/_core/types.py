@@ -21,4 +21,4 @@ BLOCK = 128
 """Values along one side of a block that shares a scale."""
 
 MX_BLOCK = 32
-"""The same for blocks of MXFP8."""
+"""Values of a block of MXFP8."""

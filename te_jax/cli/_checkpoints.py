@@ -127,9 +127,9 @@ class Checkpoints:
             reason = reason_of(error)
         if not verified and not shared:
             raise DamagedError(reason)
-        found = "is intact, but" if verified else "has no checksums, and"
+        verdict = "is intact, but" if verified else "has no checksums, and"
         way_out = "go on with the version of te_jax that wrote it, or start another run"
-        raise UserError(f"{path} {found} cannot be restored ({reason}): {way_out}")
+        raise UserError(f"{path} {verdict} cannot be restored ({reason}): {way_out}")
 
     def restore_with_first(self, like: Any) -> tuple[int, Any]:
         """The step that process 0 restores, and its state.
@@ -236,13 +236,13 @@ def _verify(path: Path) -> bool:
         raise DamagedError(f"{_CHECKSUMS} is unreadable")
     if not expected:
         raise DamagedError(f"{_CHECKSUMS} lists no file")
-    found = _checksums(path / _STATE)
+    checksums = _checksums(path / _STATE)
     for name, checksum in expected.items():
-        if name not in found:
+        if name not in checksums:
             raise DamagedError(f"{_STATE}/{name} is missing")
-        if checksum != found[name]:
+        if checksum != checksums[name]:
             raise DamagedError(f"{_STATE}/{name} does not match its checksum")
-    for name in sorted(found.keys() - expected.keys()):
+    for name in sorted(checksums.keys() - expected.keys()):
         raise DamagedError(f"{_STATE}/{name} has no checksum")
     return True
 

@@ -22,9 +22,11 @@ def check_state(plan: Plan, learners: dict[str, Learner]) -> None:
     needed = sum(_bytes_of_state(learner) - _bytes_of_copies(plan, learner) for learner in learners.values())
     present = _placement.memory_of(plan.placement.local_devices)
     if needed > present:
-        held = "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
+        contents = (
+            "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
+        )
         raise UserError(
-            f"{plan.options.model} needs {needed / 2**30:,.2f} GiB on each device for {held}, and a device "
+            f"{plan.options.model} needs {needed / 2**30:,.2f} GiB on each device for {contents}, and a device "
             f"has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, "
             "or more devices, which share them"
         )
@@ -99,15 +101,15 @@ def explained(plan: Plan) -> Iterator[None]:
 
 
 def _short_of(plan: Plan, reason: str) -> str:
-    """That memory does not suffice, and the ways out."""
+    """Message that memory does not suffice, and the ways out."""
     options = plan.options
-    others = [] if plan.config.remat else ["--remat"]
-    others += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
-    others += [] if len(options.offloaded) == 2 else ["--offload activations,optimizer"]
+    flags = [] if plan.config.remat else ["--remat"]
+    flags += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
+    flags += [] if len(options.offloaded) == 2 else ["--offload activations,optimizer"]
     return (
         f"{options.model} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
         f"({reason}): choose a smaller --preset, --batch or --seq-len, or "
-        f"{', '.join([*others, 'a larger --microbatches or --tp'])}"
+        f"{', '.join([*flags, 'a larger --microbatches or --tp'])}"
     )
 
 

@@ -49,7 +49,7 @@ def path_word(word: str) -> str:
 
 
 def path(word: str) -> Path:
-    """The same, where it is not written to the header of a run."""
+    """A path that is not written to the header of a run."""
     return Path(path_word(word))
 
 
@@ -64,7 +64,7 @@ def _option(default: Any, text: str, **argument: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What defines a run: the same options give the same numbers. A run records them, and a resumed run keeps them.
+    """Options that define a run: the same ones give the same numbers. A run records them, and a resumed run keeps them.
 
     `_plan.decide` decides those whose default is None by the text, the model and the devices; for a resumed run on
     other devices `replicas` and `fsdp` again.
@@ -327,18 +327,18 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
       UserError: a number is out of range, an option given is not that of the run, or its header has options that cannot
         be read.
     """
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
-    given = {name: value for name, value in given.items() if value is not None}
+    arguments = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     if stored is None:
-        return Options(**given)
+        return Options(**arguments)
     kept = _kept(stored)
-    if any(given.get(name, kept[name]) != kept[name] for name in ("devices", "replicas", "fsdp", "tp", "cp")):
+    if any(arguments.get(name, kept[name]) != kept[name] for name in ("devices", "replicas", "fsdp", "tp", "cp")):
         kept |= {"replicas": None, "fsdp": None}
-    if "tp" in given:
+    if "tp" in arguments:
         # Unless --devices says otherwise, parts of the batch stay what they are, and more or fewer devices share each.
-        kept["devices"] = kept["devices"] // kept["tp"] * given["tp"]
-        kept["transport"] = kept["transport"] if given["tp"] > 1 else "auto"
-    for name, value in given.items():
+        kept["devices"] = kept["devices"] // kept["tp"] * arguments["tp"]
+        kept["transport"] = kept["transport"] if arguments["tp"] > 1 else "auto"
+    for name, value in arguments.items():
         before = kept.get(name)
         if name in _CHANGEABLE or value in ("auto", before) or (name == "steps" and value > kept["steps"]):
             continue
@@ -347,7 +347,7 @@ def resolve(args: argparse.Namespace, stored: StoredRun | None) -> Options:
             f"{option} is {value}, but the run in {stored.path} was started with {before}: "
             f"leave {option} out to continue it, or start another run without --resume"
         )
-    new = {name: value for name, value in given.items() if value != "auto" or name == "transport"}
+    new = {name: value for name, value in arguments.items() if value != "auto" or name == "transport"}
     return Options(**{**kept, **new})
 
 

@@ -52,7 +52,7 @@ class Placement(NamedTuple):
 
     @property
     def local_devices(self) -> list[Any]:
-        """Those of this process."""
+        """Devices of this process."""
         return list(self.mesh.local_devices)
 
     def of_state(self, state: TrainState, on_host: TrainState, config: DecoderConfig) -> Any:
@@ -85,9 +85,9 @@ class Placement(NamedTuple):
             state.kernels, specs, is_leaf=lambda x: x is None or isinstance(x, QuantizedArray),
         )  # fmt: skip
         rest = state._replace(kernels=None, frozen=None)
-        found = jax.tree.map(shardings, rest, is_leaf=one_for_each_parameter)
+        state_shardings = jax.tree.map(shardings, rest, is_leaf=one_for_each_parameter)
         kernels, frozen = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), (kernels, frozen))
-        return found._replace(kernels=kernels, frozen=frozen)
+        return state_shardings._replace(kernels=kernels, frozen=frozen)
 
     def of_params(self, config: DecoderConfig, dtype: str) -> Any:
         """The parameters of a decoder: `jax.ShapeDtypeStruct` with shardings."""
@@ -108,7 +108,7 @@ class Placement(NamedTuple):
 
 
 class Defaults(NamedTuple):
-    """What an option is that was left open, where the platform decides."""
+    """Values of options that were left open, where the platform decides."""
 
     dtype: str  # of activations
     parameters: str  # their dtype

@@ -1,4 +1,4 @@
-"""What a run of `te-jax train` is, decided once: by its options, its text, the devices and the run that it resumes."""
+"""Plan of a run of `te-jax train`, decided once: by its options, its text, the devices and the run that it resumes."""
 
 import contextlib
 import dataclasses
@@ -258,7 +258,7 @@ def config_of(path: Path, header: dict[str, Any]) -> DecoderConfig:
 
 
 def sha256_of(folder: str | Path) -> str:
-    """That of a sample of a model's weights.
+    """SHA-256 of a sample of a model's weights.
 
     Raises:
       UserError: the folder holds no model.
@@ -313,7 +313,7 @@ def _check_experts(options: Options) -> None:
 
 
 def _activations(remat: Remat, deterministic: bool) -> Offload:
-    """What a block keeps that takes long to compute again for its bytes."""
+    """Residuals of a block that take long to compute again for their bytes."""
     names = [LAYER_INPUT]
     if not remat:
         names.append("te_attention_operand")
@@ -412,18 +412,18 @@ def _models(options: Options, config: DecoderConfig, parameters: str) -> tuple[M
             + ("--lora, whose adapters are float32" if config.lora else "activations in float32: add --dtype bfloat16")
         )
     parameters = parameters if options.parameters == "auto" else options.parameters
-    own = Model(
+    model = Model(
         "loss", config, STATE_DTYPES[options.optimizer_state], parameters=parameters if in_bfloat16 else "float32"
     )
     if not options.compare:
-        return (own,)
+        return (model,)
     # A twin differs in one thing, so that the distance of the two curves is what that costs.
     if config.recipe is not None or config.head_recipe is not None:
         plain = dataclasses.replace(config, recipe=None, head_recipe=None)
-        return own, own._replace(loss_name=f"{config.dtype}_loss", config=plain)
+        return model, model._replace(loss_name=f"{config.dtype}_loss", config=plain)
     if options.optimizer_state != "f32":
-        return own, own._replace(loss_name="f32_states_loss", state_dtype=STATE_DTYPES["f32"])
-    return own, own._replace(loss_name="optax_loss", by_optax=True)
+        return model, model._replace(loss_name="f32_states_loss", state_dtype=STATE_DTYPES["f32"])
+    return model, model._replace(loss_name="optax_loss", by_optax=True)
 
 
 def _implementation(options: Options, config: DecoderConfig) -> native.Implementation | None:

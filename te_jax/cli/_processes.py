@@ -218,8 +218,8 @@ def _initialize() -> None:
 
 def _say_that_it_waits() -> None:
     """On stderr of each process, also of those that print nothing else: those that do not say so are missing."""
-    others = f"processes 1 to {_count - 1}" if _count > 2 else "process 1"
-    awaited = others if is_first() else "process 0 and all others"
+    other_processes = f"processes 1 to {_count - 1}" if _count > 2 else "process 1"
+    awaited = other_processes if is_first() else "process 0 and all others"
     print(
         f"te-jax: note: process {_index} of {_count} is waiting for {awaited} at {_coordinator()}: start {_count} "
         "processes, all with this number and this address",
@@ -258,11 +258,11 @@ def _visible_gpus() -> str:
     number, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(number)):
         return ""
-    found = []
+    uuids = []
     for device in range(number.value):
         cuda.cuDeviceGetUuid_v2(uuid, ctypes.c_int(device))
-        found.append(bytes(uuid).hex())
-    return " ".join(found)
+        uuids.append(bytes(uuid).hex())
+    return " ".join(uuids)
 
 
 def _coordinator() -> str | None:

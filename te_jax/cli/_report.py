@@ -1,4 +1,4 @@
-"""What a training run shows: the progress bar, the lines beneath it, and the figure of the losses."""
+"""Output of a training run: the progress bar, the lines beneath it, and the figure of the losses."""
 
 from __future__ import annotations
 
@@ -210,14 +210,14 @@ def draw_statistics(path: Path, title: str, records: Sequence[Mapping[str, Any]]
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps, found = [record["step"] for record in records], _worst_products(records)
-    height = min(9.0, 1.2 + 0.16 * max(len(fields["error"]) for fields in found.values()))
-    figure = Figure(figsize=(4.2 * len(found), height + 5.0), dpi=120, layout="constrained")
-    grid: Any = figure.subplots(3, len(found), squeeze=False, height_ratios=[height, 2.2, 2.2])
+    steps, worst = [record["step"] for record in records], _worst_products(records)
+    height = min(9.0, 1.2 + 0.16 * max(len(fields["error"]) for fields in worst.values()))
+    figure = Figure(figsize=(4.2 * len(worst), height + 5.0), dpi=120, layout="constrained")
+    grid: Any = figure.subplots(3, len(worst), squeeze=False, height_ratios=[height, 2.2, 2.2])
     errors = ScalarMappable(LogNorm(0.01, 1.0), colormaps["viridis"].with_extremes(bad="#d9d9d9"))
     gaps = [after - before for before, after in zip([0, *steps], steps, strict=False)]
     edges = [*(step - gap / 2 for step, gap in zip(steps, gaps, strict=True)), steps[-1] + gaps[-1] / 2]
-    for (role, fields), (top, *others) in zip(found.items(), grid.T, strict=True):
+    for (role, fields), (top, *panels) in zip(worst.items(), grid.T, strict=True):
         names = list(fields["error"])
         rows = range(len(names) + 1)
         top.pcolormesh(edges, rows, list(fields["error"].values()), norm=errors.norm, cmap=errors.cmap)
@@ -225,13 +225,13 @@ def draw_statistics(path: Path, title: str, records: Sequence[Mapping[str, Any]]
         top.set_yticks([row + 0.5 for row in rows[:-1:every]], names[::every], fontsize=6)
         top.invert_yaxis()
         top.set_title(role, loc="left", color=_INK, fontsize=10)
-        for panel, field in zip(others, ("underflow", "saturation"), strict=True):
+        for panel, field in zip(panels, ("underflow", "saturation"), strict=True):
             _draw_shares(panel, field, steps, fields[field], _statistics.limit_of(field, role))
-        for panel in (top, *others):
+        for panel in (top, *panels):
             panel.tick_params(colors=_MUTED, labelcolor=_INK)
             panel.set_xlim(edges[0], edges[-1])
             panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        others[-1].set_xlabel("step")
+        panels[-1].set_xlabel("step")
     figure.colorbar(errors, ax=grid[0, -1], label="relative error")
     figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=11, fontweight="bold")
     figure.savefig(path)
@@ -239,14 +239,14 @@ def draw_statistics(path: Path, title: str, records: Sequence[Mapping[str, Any]]
 
 def _worst_products(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
     """{role: {field: {layer: the largest value of its products in each record, NaN where one is}}}."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    worst: dict[str, dict[str, dict[str, list[float]]]] = {}
     for place, record in enumerate(records):
         for layer, role, _, values in _statistics.tensors_of(record):
             for field in ("error", "underflow", "saturation"):
-                column = found.setdefault(role, {}).setdefault(field, {}).setdefault(layer, [0.0] * len(records))
+                column = worst.setdefault(role, {}).setdefault(field, {}).setdefault(layer, [0.0] * len(records))
                 both = column[place], values[field]
                 column[place] = math.nan if any(map(math.isnan, both)) else max(both)
-    return {role: found[role] for role in ("activation", "kernel", "gradient") if role in found}
+    return {role: worst[role] for role in ("activation", "kernel", "gradient") if role in worst}
 
 
 def _draw_shares(panel: Any, field: str, steps: Sequence[int], shares: Mapping[str, list[float]], limit: float) -> None:
@@ -300,6 +300,6 @@ def _running_mean(values: Sequence[float], width: int) -> list[float]:
 
 def _memory_in_use(devices: Sequence[Any]) -> int:
     """Bytes: the most that a device of this process has held so far, or on a CPU what the process holds now."""
-    own = [device for device in devices if device.process_index == _processes.index()]
-    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in own)
+    local_devices = [device for device in devices if device.process_index == _processes.index()]
+    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in local_devices)
     return peak or int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

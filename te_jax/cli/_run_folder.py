@@ -350,9 +350,9 @@ def newest_path(option: str = "--out") -> Path:
 
 
 def _numbered() -> dict[int, Path]:
-    found = {path.name.removeprefix("train-"): path for path in _RUNS.glob("train-*")}
+    paths = {path.name.removeprefix("train-"): path for path in _RUNS.glob("train-*")}
     # "train-0001" and other digits than 0 to 9 are not names that `new_path` gives.
-    return {int(number): path for number, path in found.items() if number.isdecimal() and f"{int(number):03}" == number}
+    return {int(number): path for number, path in paths.items() if number.isdecimal() and f"{int(number):03}" == number}
 
 
 def read_header(path: Path, option: str = "--out") -> dict[str, Any]:
@@ -430,8 +430,8 @@ def _read(path: Path, option: str = "--out") -> Iterator[tuple[int, dict[str, An
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    text, found, checksum = line.rpartition(_CRC)
-    if found and checksum != b"%d}\n" % zlib.crc32(text + b"}"):
+    text, separator, checksum = line.rpartition(_CRC)
+    if separator and checksum != b"%d}\n" % zlib.crc32(text + b"}"):
         return None
     try:
         record = json.loads(line)

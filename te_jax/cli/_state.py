@@ -1,4 +1,4 @@
-"""What a step of training reads and returns."""
+"""Operands and results of a training step."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from te_jax.models import join_adapters
 
 
 class TrainState(NamedTuple):
-    """What one step turns into the next."""
+    """State that one step turns into the next."""
 
     params: Any  # that are trained: those of the decoder in `Model.parameters`, or its adapters in float32
     optimizer: Any  # of the optax transform
@@ -17,7 +17,7 @@ class TrainState(NamedTuple):
 
     @property
     def operands(self) -> Any:
-        """What the decoder reads of `params`: quantized kernels, and all other parameters."""
+        """Parameters as the decoder reads them: quantized kernels, and all others."""
         return optim.merge_kernels(self.params, self.kernels)
 
     def whole(self, operands: Any) -> Any:

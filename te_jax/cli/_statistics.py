@@ -39,12 +39,12 @@ class Tensor(NamedTuple):
 def record_of(step: int, statistics: Any) -> dict[str, Any]:
     """A record of the log: {"layers": {layer: {role: {product: values of "fields"}}}}, layers in the order of the
     forward pass. Values have four digits; null stands for one that is not finite."""
-    found: dict[str, dict[str, dict[str, list[float | None]]]] = {}
+    layers: dict[str, dict[str, dict[str, list[float | None]]]] = {}
     for name, value in debug.scalars(statistics).items():
         layer, role, product, _ = name.removeprefix(_NO_LAYER).rsplit("/", 3)
-        values = found.setdefault(layer, {}).setdefault(role, {}).setdefault(product, [])
+        values = layers.setdefault(layer, {}).setdefault(role, {}).setdefault(product, [])
         values.append(float(f"{value:.4g}") if math.isfinite(value) else None)
-    return {"kind": "statistics", "step": step, "fields": list(FIELDS), "layers": found}
+    return {"kind": "statistics", "step": step, "fields": list(FIELDS), "layers": layers}
 
 
 def is_record(values: Mapping[str, Any]) -> bool:
@@ -116,8 +116,8 @@ class Watch:
             self._named |= new
             named = [tensor for tensor in beyond if (tensor.layer, tensor.role, field) in new]
             worst = max(named, key=lambda tensor: tensor.values[field])
-            others = f" (too many in {len(new)} tensors)" * (len(new) > 1)
-            sentences.append(f"at step {step} {worst.values[field]:.2%} of {worst} {words}{others}")
+            suffix = f" (too many in {len(new)} tensors)" * (len(new) > 1)
+            sentences.append(f"at step {step} {worst.values[field]:.2%} of {worst} {words}{suffix}")
         return sentences
 
 

@@ -83,11 +83,11 @@ class Learner(NamedTuple):
         return jax.eval_shape(self.init, jax.random.key(0))
 
     def memory(self, windows: Tokens) -> StepMemory:
-        """What a step needs, for `jax.ShapeDtypeStruct` of its windows. Its first call has it compiled then."""
+        """Memory that a step needs, for `jax.ShapeDtypeStruct` of its windows. Its first call has it compiled then."""
         state = self.abstract_state()
-        found = cast(Any, self.step).lower(state, windows).compile().memory_analysis()
-        kept = found.argument_size_in_bytes
-        rest = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        analysis = cast(Any, self.step).lower(state, windows).compile().memory_analysis()
+        kept = analysis.argument_size_in_bytes
+        rest = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         return StepMemory(kept, bytes_on_a_device(state.kernels), rest)
 
 
@@ -125,9 +125,11 @@ def build_loss(plan: Plan, model: Model) -> LossFunction:
     if plan.options.cp == 1:
         return loss
 
-    def of_shared_windows(params: Any, scaling: Any, tokens: jax.Array, *others: jax.Array | None) -> Losses:
+    def of_shared_windows(
+        params: Any, scaling: Any, tokens: jax.Array, *targets_and_segments: jax.Array | None
+    ) -> Losses:
         order = context_order(tokens.shape[1], plan.options.cp)
-        targets, segments = (None if x is None else x[:, order] for x in others)
+        targets, segments = (None if x is None else x[:, order] for x in targets_and_segments)
         assert targets is not None
         return loss(params, scaling, tokens[:, order], targets, segments)
 

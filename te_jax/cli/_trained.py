@@ -109,7 +109,7 @@ def dtype_of(name: str) -> jnp.dtype:
 
 
 def tokenizer_of(trained: Trained) -> _text.Tokenizer | None:
-    """What reads the text of a model.
+    """Tokenizer of a model, if it has one.
 
     Raises:
       UserError: its file cannot be read.

@@ -263,7 +263,7 @@ def _describe(device: Any) -> Device:
 def implementations() -> tuple[Chosen, ...]:
     """The implementation that each group of operations takes on JAX's default backend."""
     on_gpu = native.compute_capability() is not None
-    others = "native" if native.available() else "xla" if on_gpu else "reference"
+    implementation = "native" if native.available() else "xla" if on_gpu else "reference"
     return (
         Chosen(_PRODUCTS, "current, delayed", _of_product("tensor")),
         Chosen(_PRODUCTS, "rowwise", _of_product("row")),
@@ -271,7 +271,7 @@ def implementations() -> tuple[Chosen, ...]:
         Chosen(_PRODUCTS, "mxfp8", _of_product("block_1x32")),
         Chosen(_GROUPED_PRODUCTS, "current, delayed, rowwise, block", _of_product("block_1x128", by_xla=False)),
         Chosen(_GROUPED_PRODUCTS, "mxfp8", _of_product("block_1x32", by_xla=False)),
-        Chosen(_OTHERS, "", others),
+        Chosen(_OTHERS, "", implementation),
         Chosen("attention", "", attention_implementation()),
     )
 
@@ -374,8 +374,8 @@ def _device_advice(report: Report) -> list[Advice]:
     elif platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         missing, remedy = f"JAX_PLATFORMS={platforms} hides the GPU", "unset JAX_PLATFORMS"
     elif jax_version and not any(_same_release(report.versions[name], jax_version) for name in plugins):
-        found = ", ".join(f"{name} {report.versions[name]}" for name in plugins)
-        missing = f"JAX {jax_version} and its CUDA plugin ({found}) are of different releases"
+        plugin_versions = ", ".join(f"{name} {report.versions[name]}" for name in plugins)
+        missing = f"JAX {jax_version} and its CUDA plugin ({plugin_versions}) are of different releases"
         remedy = f'pip install "jax[cuda13]=={jax_version}"'
     else:
         reason = f": {report.cuda_backend_error}" if report.cuda_backend_error else ""
@@ -483,17 +483,17 @@ def _api(version: tuple[int, int] | None) -> str:
 
 
 def _host_memory_text(report: Report) -> str:
-    found = report.host_memory
-    if found is None:
+    memory = report.host_memory
+    if memory is None:
         return "  not known"
     facts = [
-        ("memory", f"{found.gib} GiB"),
-        ("may be locked", "all" if found.lockable_gib is None else f"{found.lockable_gib} GiB (ulimit -l)"),
+        ("memory", f"{memory.gib} GiB"),
+        ("may be locked", "all" if memory.lockable_gib is None else f"{memory.lockable_gib} GiB (ulimit -l)"),
     ]
-    if found.xla_limit_gb is not None:
-        facts.append(("XLA may pin", f"{found.xla_limit_gb} GB (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"))
-    if found.to_host is not None:
-        facts.append(("copies", f"{found.to_host} GB/s to the host, {found.to_device} GB/s to the GPU"))
+    if memory.xla_limit_gb is not None:
+        facts.append(("XLA may pin", f"{memory.xla_limit_gb} GB (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"))
+    if memory.to_host is not None:
+        facts.append(("copies", f"{memory.to_host} GB/s to the host, {memory.to_device} GB/s to the GPU"))
     return key_values(tuple(facts))
 
 

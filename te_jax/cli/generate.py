@@ -144,10 +144,10 @@ def _ends(folder: Path | None) -> tuple[int, ...]:
         return ()
     for name in ("generation_config.json", "config.json"):
         try:
-            found: Any = read_json(folder / name, 10_000_000).get("eos_token_id")
+            token_ids: Any = read_json(folder / name, 10_000_000).get("eos_token_id")
         except FolderError:
             continue
-        found = found if isinstance(found, list) else [found]
-        if ends := tuple(token for token in found if type(token) is int and 0 <= token < 2**31):
+        token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
+        if ends := tuple(token for token in token_ids if type(token) is int and 0 <= token < 2**31):
             return ends
     return ()

@@ -142,8 +142,8 @@ def _open_folder(out: Path | None, stored: StoredRun | None, header: dict[str, A
     path, latest_step, first = _processes.from_first(opened)
     if folder is not None:
         return folder
-    own = json.loads(json.dumps(header))
-    if differing := [subject for subject in own if own[subject] != first.get(subject)]:
+    local_header = json.loads(json.dumps(header))
+    if differing := [subject for subject in local_header if local_header[subject] != first.get(subject)]:
         raise UserError(
             f"process {_processes.index()} has other values of {', '.join(differing)} than process 0: start all with "
             "the same arguments, text, devices and versions"
@@ -361,8 +361,8 @@ class _Records:
         for name, each in losses.items():
             if not math.isfinite(objective := float(each.objective)):
                 words = name.replace("_", " ")
-                found = self._watch and self._watch.nonfinite
-                where = f" ({found})" if found else self._hint
+                origin = self._watch and self._watch.nonfinite
+                where = f" ({origin})" if origin else self._hint
                 raise UserError(
                     f"the {kind} {words} is {objective} at step {step}: try a smaller --learning-rate{where}"
                 )

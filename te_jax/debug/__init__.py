@@ -1,4 +1,4 @@
-"""What FP8 costs each tensor of a model, and which layers it changes. Programs that do not ask are what they were."""
+"""Errors of FP8 in each tensor of a model, and layers that it changes. Programs that do not ask are what they were."""
 
 from te_jax.debug.comparison import Comparison, LayerErrors, compare
 from te_jax.debug.statistics import Statistics, TensorStatistics, scalars, table, with_statistics

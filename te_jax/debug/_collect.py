@@ -26,7 +26,7 @@ from te_jax.debug._sources import Source, Sources
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one tag carries about one layer.
+    """Content of one tag about one layer.
 
     Attributes:
       source: of its kernel.
@@ -60,8 +60,8 @@ def evaluate(closed: Any, operands: Sequence[Any], sources: Sequence[Source | No
       NotImplementedError: a tag is in an equation that is none of those above.
     """
     run, records = _Run(), []
-    found = run.evaluate(closed, operands, sources, records, recomputed=False)
-    return found.results, records
+    evaluated = run.evaluate(closed, operands, sources, records, recomputed=False)
+    return evaluated.results, records
 
 
 class _Run:
@@ -93,9 +93,9 @@ class _Run:
             if self._has_tags(eqn):
                 arguments = values.read(eqn.invars)
                 with eqn.ctx.manager:
-                    results, found = self._apply(eqn, arguments, of_operands, records, recomputed)
+                    results, result_sources = self._apply(eqn, arguments, of_operands, records, recomputed)
                 values.write(eqn, results)
-                of_results = map(self.sources.known, found, eqn.outvars)
+                of_results = map(self.sources.known, result_sources, eqn.outvars)
             else:
                 values.postpone(eqn)
                 of_results = self.sources.of_results(eqn, of_operands)
@@ -144,8 +144,8 @@ class _Run:
             sharding.varying_over(x, type_.manual_axis_type.varying) if hasattr(type_, "manual_axis_type") else x
             for type_, x in zip(types, arguments, strict=True)
         ]
-        found = self.evaluate(closed, arguments, sources, records, recomputed)
-        return found._replace(results=_constrained(found.results, eqn.params.get("out_shardings")))
+        evaluated = self.evaluate(closed, arguments, sources, records, recomputed)
+        return evaluated._replace(results=_constrained(evaluated.results, eqn.params.get("out_shardings")))
 
     def _inside(self, inner: Any, sources, recomputed: bool) -> tuple[Callable[..., Any], _Traced]:
         """A function of a jaxpr's results and then its tags' statistics, and what is known once it is traced."""
@@ -153,9 +153,9 @@ class _Run:
 
         def function(*arrays: Array) -> list[Any]:
             traced.records = []
-            found = self.evaluate(inner, arrays, sources, traced.records, recomputed)
-            traced.sources = found.sources
-            return [*found.results, *(x for record in traced.records for x in record.statistics)]
+            evaluated = self.evaluate(inner, arrays, sources, traced.records, recomputed)
+            traced.sources = evaluated.sources
+            return [*evaluated.results, *(x for record in traced.records for x in record.statistics)]
 
         return function, traced
 
@@ -250,7 +250,7 @@ class _Run:
 
 
 class _Traced:
-    """What is known of a function of `_Run._inside` once it is traced.
+    """Records and sources of a function of `_Run._inside`, once it is traced.
 
     Attributes:
       records: of its tags, with statistics of the trace.

@@ -39,12 +39,12 @@ def traced_with(
     # Under jit even when called eagerly: each equation would be a program.
     @functools.partial(jax.jit, static_argnums=0, inline=sharding.INLINE)
     def run(static: tuple[Any, Any, tuple[Any, ...]], arrays: list[Array]) -> tuple[Any, Any]:
-        tree, others, places = static
+        tree, static_leaves, places = static
         arrays = not_differentiated(arrays, reason)
 
         def flat(*arrays: Array) -> Any:
             left = iter(arrays)
-            leaves = [next(left) if other is _ARRAY else other for other in others]
+            leaves = [next(left) if other is _ARRAY else other for other in static_leaves]
             args, kwargs = jax.tree.unflatten(tree, leaves)
             return function(*args, **kwargs)
 
@@ -60,18 +60,18 @@ def traced_with(
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         places, leaves, tree = paths(function, (args, kwargs))
         is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
-        others = tuple(_ARRAY if array else leaf for array, leaf in zip(is_array, leaves, strict=True))
+        static_leaves = tuple(_ARRAY if array else leaf for array, leaf in zip(is_array, leaves, strict=True))
         arrays = [leaf for array, leaf in zip(is_array, leaves, strict=True) if array]
         of_arrays = tuple(place for array, place in zip(is_array, places, strict=True) if array)
         try:
-            hash(others)
+            hash(static_leaves)
         except TypeError:
-            kinds = sorted({type(leaf).__name__ for leaf in others if type(leaf).__hash__ is None})
+            kinds = sorted({type(leaf).__name__ for leaf in static_leaves if type(leaf).__hash__ is None})
             raise ValueError(
                 f"an argument of {owner}'s function has leaves of type {', '.join(kinds)}, which are neither arrays "
                 "nor hashable: close over them"
             ) from None
-        return run((tree, others, of_arrays), arrays)
+        return run((tree, static_leaves, of_arrays), arrays)
 
     return wrapped
 

@@ -22,7 +22,7 @@ def paths(function: Any, arguments: Any) -> tuple[list[tuple[str, str]], list[An
 
     Arrays of a QuantizedArray have its path.
     """
-    found: list[tuple[str, str]] = []
+    places: list[tuple[str, str]] = []
     names = _parameters(function)
     leaves: list[Any] = []
     grouped, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=lambda x: isinstance(x, QuantizedArray))
@@ -32,8 +32,8 @@ def paths(function: Any, arguments: Any) -> tuple[list[tuple[str, str]], list[An
         argument = _part(path[1])
         if isinstance(argument, int):
             argument = names[argument] if argument < len(names) else str(argument)
-        found += [(argument, _joined(path[2:]))] * len(parts)
-    return found, leaves, jax.tree.structure(arguments)
+        places += [(argument, _joined(path[2:]))] * len(parts)
+    return places, leaves, jax.tree.structure(arguments)
 
 
 def _parameters(function: Any) -> list[str]:

@@ -32,7 +32,7 @@ class Source:
 
     @property
     def layer(self) -> tuple[Any, ...]:
-        """What is the same for all values of one layer."""
+        """Identity that all values of one layer share."""
         return self.key, self.index
 
 
@@ -51,7 +51,7 @@ class Sources:
         self._numbers = itertools.count()
 
     def new(self) -> Source:
-        """That of a value that comes from nowhere."""
+        """Source of a value that comes from nowhere."""
         return Source(next(self._numbers))
 
     def known(self, source: Source | None, var: Var) -> Source | None:
@@ -147,7 +147,7 @@ def _is_number(atom: Any) -> bool:
 
 
 def _sliced(eqn: Any, sources: Sequence[Source | None]) -> Source | None:
-    """That of a slice: of one index of the first dimension it is a part."""
+    """Source of a slice: of one index of the first dimension it is a part."""
     source, before, after = sources[0], eqn.invars[0].aval, eqn.outvars[0].aval
     if source is None or before.ndim < 3 or after.shape[0] != 1 or before.shape[0] == 1:
         return source
@@ -167,7 +167,7 @@ def _split(eqn: Any, source: Source | None) -> list[Source | None]:
 
 
 def _joined(sources: Sequence[Source | None]) -> Source | None:
-    """That of kernels that are joined to one."""
+    """Source of kernels that are joined to one."""
     distinct = list(dict.fromkeys(source for source in sources if source is not None))
     if len(distinct) < len(set(sources)) or not distinct:
         return None

@@ -152,8 +152,8 @@ def compare(
         )
     request = observe.Request(ROLES, PRODUCTS, results=True, recipe=recipe)
     run = traced_with(jax.value_and_grad(loss, argnums), request, _collected, "te_jax.debug.compare")
-    _, found = run(*args)
-    errors, statistics, order = jax.device_get(found)
+    _, collected = run(*args)
+    errors, statistics, order = jax.device_get(collected)
     if not errors:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in order.plain)
         raise ValueError(
@@ -175,7 +175,7 @@ def compare(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """What is known while tracing.
+    """Facts that are known while tracing.
 
     Attributes:
       plain: layers that stay as they are, and why.
@@ -219,7 +219,7 @@ def _rows(
     name: str, of_products: Mapping[str, Mapping[str, Any]], statistics: Any
 ) -> list[tuple[str, tuple[LayerErrors, dict[str, float]]]]:
     """(layer, (its row, share of values of each product that are not finite)), one for each layer of a stack."""
-    found = []
+    rows = []
     shapes = {np.shape(raw["count"]) for raw in of_products.values()}
     for index in np.ndindex(max(shapes, key=len)):
         errors, nonfinite = dict.fromkeys(_RESULTS, math.nan), {}
@@ -232,15 +232,15 @@ def _rows(
         label = _label(name, index)
         renamed = {_RESULTS[product]: error for product, error in errors.items()}
         row = LayerErrors(label, **renamed, nonfinite=max(nonfinite.values()), tensor=_worst(label, name, statistics))
-        found.append((label, (row, nonfinite)))
-    return found
+        rows.append((label, (row, nonfinite)))
+    return rows
 
 
 def _worst(label: str, name: str, statistics: Any) -> str:
-    """What FP8 loses most of."""
+    """Tensor that loses most in FP8, as text."""
     worst, text = -1.0, ""
-    for found, role, _, values in rows_of({name: statistics}):
-        if found not in (label, name):
+    for layer, role, _, values in rows_of({name: statistics}):
+        if layer not in (label, name):
             continue
         shares = {
             "not finite": values["nonfinite"],

@@ -179,10 +179,10 @@ def by_layer(
             fields = {field: next(left) for field in entry.fields}
             for product in entry.products:
                 parts.setdefault((name, static.role, product), []).append(fields)
-    found: dict[str, dict[str, dict[str, TensorStatistics]]] = collections.OrderedDict()  # dicts are sorted by jit
+    layers: dict[str, dict[str, dict[str, TensorStatistics]]] = collections.OrderedDict()  # dicts are sorted by jit
     for (name, role, product), several in parts.items():
-        found.setdefault(name, {}).setdefault(role, {})[product] = _statistics(together(several))
-    return found
+        layers.setdefault(name, {}).setdefault(role, {})[product] = _statistics(together(several))
+    return layers
 
 
 def check_rules(rules: Sequence[str] | None, names: Sequence[str]) -> None:
@@ -198,9 +198,9 @@ def together(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     shapes = {tuple(np.shape(part[field]) for field in part) for part in parts}
     if len(shapes) > 1:  # one call is in a loop over the layers, and another is not
         parts = [{field: _of_all_layers(field, value) for field, value in part.items()} for part in parts]
-    first, *others = parts
+    first, *later = parts
     whole = dict(first)
-    for other in others:
+    for other in later:
         whole = {field: observe.combined(observe.KINDS[field], whole[field], other[field]) for field in whole}
     return whole
 
@@ -291,11 +291,11 @@ def _cells(name: str, role: str, products: str, values: Mapping[str, float]) -> 
 
 def rows_of(statistics: Any) -> list[tuple[str, str, str, dict[str, float]]]:
     """(layer, role, product, fields) of each tensor."""
-    found = []
+    rows = []
     for name, roles in jax.device_get(statistics).items():
         for role, products in roles.items():
             for product, of in products.items():
                 for index in np.ndindex(np.shape(of.amax)):
                     label = name + "".join(f"[{i}]" for i in index)
-                    found.append((label, role, product, {field: float(getattr(of, field)[index]) for field in FIELDS}))
-    return found
+                    rows.append((label, role, product, {field: float(getattr(of, field)[index]) for field in FIELDS}))
+    return rows

@@ -30,8 +30,8 @@ def buffers(program: jax.stages.Compiled | str, *opcodes: str) -> list[Buffer]:
       ValueError: the platform gives no text of its programs.
     """
     lines = text_of(program).splitlines()
-    found = [match for line in lines if (match := _INSTRUCTION.match(line))]
-    return [array for match in found if not opcodes or match["opcode"] in opcodes for array in arrays(match["type"])]
+    matches = [match for line in lines if (match := _INSTRUCTION.match(line))]
+    return [array for match in matches if not opcodes or match["opcode"] in opcodes for array in arrays(match["type"])]
 
 
 def text_of(program: jax.stages.Compiled | str) -> str:

@@ -139,9 +139,9 @@ def collectives(
         return parse(text, mesh=mesh)
     mesh = _mesh_of(compiled)
     return [
-        found
+        collective
         for program in _programs(text)
-        for found in _collectives_of(program, mesh if _fits(mesh, program) else None)
+        for collective in _collectives_of(program, mesh if _fits(mesh, program) else None)
     ]
 
 
@@ -166,12 +166,12 @@ def assert_no_resharding(
     for kind in allowed:
         if kind not in KINDS:
             raise ValueError(f"allowed has {kind!r}, which is no kind of collective; the kinds are {', '.join(KINDS)}")
-    found = [c for c in collectives(fn, *args, mesh=mesh, **kwargs) if c.inserted and c.kind not in allowed]
-    if found:
-        kinds = tuple(dict.fromkeys(c.kind for c in found))
+    inserted = [c for c in collectives(fn, *args, mesh=mesh, **kwargs) if c.inserted and c.kind not in allowed]
+    if inserted:
+        kinds = tuple(dict.fromkeys(c.kind for c in inserted))
         raise AssertionError(
-            f"the partitioner inserted {len(found)} collective{'s' * (len(found) > 1)}:\n"
-            + "\n".join(f"  {_sentence(c)}" for c in found)
+            f"the partitioner inserted {len(inserted)} collective{'s' * (len(inserted) > 1)}:\n"
+            + "\n".join(f"  {_sentence(c)}" for c in inserted)
             + "\nGive the operands shardings that agree (jax.device_put, in_shardings, with_sharding_constraint), or "
             f"write the collective in jax.shard_map; if it is meant, pass allowed={kinds!r}."
         )
@@ -209,15 +209,15 @@ def parse(text: str, *, mesh: Mesh | AbstractMesh | None = None) -> list[Collect
     Raises:
       ValueError: `mesh` has another number of devices than the program; or the text is no program's.
     """
-    found: list[Collective] = []
+    parsed: list[Collective] = []
     for program in _programs(text):
         if mesh is not None and not _fits(mesh, program):
             raise ValueError(
                 f"mesh has shape {dict(mesh.shape)}, but the program runs on {program.devices} devices; pass the mesh "
                 "that it was compiled for"
             )
-        found += _collectives_of(program, mesh)
-    return found
+        parsed += _collectives_of(program, mesh)
+    return parsed
 
 
 # From a function to text
@@ -311,7 +311,7 @@ def _collective(
     mesh: Mesh | AbstractMesh | None,
 ) -> Collective:
     op_name, attributes = instruction.metadata.get("op_name", ""), instruction.attributes
-    if own := kind in _FUSED.values():
+    if is_fused := kind in _FUSED.values():
         groups = _replica_groups.of_call(attributes.get("backend_config", ""))
         numbers = _numbers_of_places(mesh)
         if all(place in numbers for group in groups for place in group):
@@ -327,7 +327,7 @@ def _collective(
         source=program.source(computation, name, instruction),
         op_name=op_name,
         times=times,
-        inserted=not own and _is_inserted(instruction, op_name),
+        inserted=not is_fused and _is_inserted(instruction, op_name),
     )
 
 

@@ -65,7 +65,7 @@ def call_once(
 
 _once_p = Primitive("te_call_once")
 _once_p.multiple_results = True
-_once_p.def_abstract_eval(lambda *_, types, **others: list(types))
+_once_p.def_abstract_eval(lambda *_, types, **params: list(types))
 _once_p.def_impl(lambda *operands, **params: jax.jit(lambda *operands: _once_p.bind(*operands, **params))(*operands))
 
 
@@ -76,8 +76,10 @@ def _lower_once(ctx, *operands, target, types, attributes):
             f"{target} copies what one device has, and arrays of this program are on several devices: call scan_layers "
             "with offload inside of jax.shard_map, or pass Offload(implementation='xla')"
         )
-    given = {name: np.int64(value) if isinstance(value, int) else np.array(value) for name, value in attributes}
-    return jax.ffi.ffi_lowering(target, has_side_effect=True)(ctx, *operands, **given)
+    ffi_attributes = {
+        name: np.int64(value) if isinstance(value, int) else np.array(value) for name, value in attributes
+    }
+    return jax.ffi.ffi_lowering(target, has_side_effect=True)(ctx, *operands, **ffi_attributes)
 
 
 mlir.register_lowering(_once_p, _lower_once)

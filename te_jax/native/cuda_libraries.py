@@ -37,8 +37,8 @@ def load() -> str | None:
       None, or which library was found nowhere, where it was sought, and how to get it.
     """
     for library in _LIBRARIES:
-        found = (str(path) for directory in _directories() if (path := directory / library).exists())
-        if not any(_open(candidate) for candidate in (*found, library)):
+        paths = (str(path) for directory in _directories() if (path := directory / library).exists())
+        if not any(_open(candidate) for candidate in (*paths, library)):
             sought = ", ".join(["the dynamic loader's paths", *(str(directory) for directory in _directories())])
             return (
                 f"{library}, which is in none of: {sought}; "
@@ -49,7 +49,7 @@ def load() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of cuBLAS and cuDNN, of those that the process has loaded: JAX does so when its CUDA backend starts."""
-    found = {}
+    version_of = {}
     for name, (library, function) in _GET_VERSION.items():
         try:
             get_version = getattr(ctypes.CDLL(library, mode=os.RTLD_NOLOAD), function)
@@ -57,8 +57,8 @@ def versions() -> dict[str, str]:
             continue
         get_version.restype = ctypes.c_size_t
         number = get_version()
-        found[name] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return found
+        version_of[name] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return version_of
 
 
 def _open(library: str) -> bool:

@@ -66,10 +66,10 @@ def runtime_ffi_api() -> tuple[int, int]:
     """The XLA FFI API version of the installed jaxlib, as (major, minor)."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     text = header.read_text(encoding="utf-8")
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    if found[0] is None or found[1] is None:
+    matches = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if matches[0] is None or matches[1] is None:
         raise NativeUnavailableError(f"{header} does not state an XLA FFI API version; reinstall jaxlib")
-    return int(found[0][1]), int(found[1][1])
+    return int(matches[0][1]), int(matches[1][1])
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
     def failed(problem: str, *, built: bool = True, ffi_api=None, build=None):
         return None, ExtensionStatus(platform, name, built, False, problem, ffi_api, build or {})
 
-    if (found := importlib.util.find_spec(name)) is None:
+    if (spec := importlib.util.find_spec(name)) is None:
         needs = "a C++ compiler" if platform == "cpu" else "nvcc on PATH and TE_JAX_CUDA=ON"
         checkout = Path(__file__).parents[2]
         if (checkout / "CMakeLists.txt").exists():  # the working directory may hide a te_jax that is installed
@@ -89,8 +89,8 @@ def _load(platform: str) -> tuple[types.ModuleType | None, ExtensionStatus]:
                 built=False,
             )
         return failed(f"te_jax was installed without {name}; install it again with {needs}", built=False)
-    if truncation := _truncation(found.origin):
-        return failed(f"{name} cannot be loaded: {found.origin} {truncation}; {_REINSTALL}")
+    if truncation := _truncation(spec.origin):
+        return failed(f"{name} cannot be loaded: {spec.origin} {truncation}; {_REINSTALL}")
     if platform == "cuda" and (missing := cuda_libraries.load()):
         return failed(f"{name} needs {missing}")
     try:
@@ -162,10 +162,10 @@ def _supports(architectures: str, capability: str) -> bool:
     major, minor = (int(part) for part in capability.split("."))
     device = 10 * major + minor
     for entry in re.split("[;, ]+", architectures):
-        found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", entry)
-        if found is None:  # "native", "all": built for this machine or for every one
+        match = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", entry)
+        if match is None:  # "native", "all": built for this machine or for every one
             return True
-        number, specific, kind = int(found[1]), found[2], found[3]
+        number, specific, kind = int(match[1]), match[2], match[3]
         if number == device:
             return True
         if not specific and kind != "-real" and number <= device:  # carries PTX
