@@ -1,4 +1,4 @@
-"""Errors of FP8 in each tensor of a model, and layers that it changes. Programs that do not ask are what they were."""
+"""The cost of FP8 for each tensor of a model, and the layers that it changes. Other programs are what they were."""
 
 from te_jax.debug.comparison import Comparison, LayerErrors, compare
 from te_jax.debug.statistics import Statistics, TensorStatistics, scalars, table, with_statistics

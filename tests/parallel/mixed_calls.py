@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from te_jax.ops.linear.codec import Codec
 from te_jax.parallel import P2P
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports import p2p
@@ -42,14 +43,14 @@ def factorizations(count: int) -> list[tuple[int, ...]]:
 
 def spec_of(axes: tuple[str, ...], mesh: Any, protocol: Any = None, timeout: float = 20.0) -> CollectiveSpec:
     return CollectiveSpec(
-        name="test",
+        gathers=True,
         axis_name=axes,
         size=math.prod(mesh.shape[axis] for axis in axes),
         leading=1,
         rows=1,
         x_dtype=np.dtype(np.float32),
         out_dtype=np.dtype(np.float32),
-        implementation="native",
+        codec=Codec(name="test", implementation="native"),
         transport=P2P(timeout, protocol),
     )
 
