@@ -264,7 +264,7 @@ def waiting_table(root: Path, page_folder: Path) -> str:
 
 
 def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str, str, Any]]) -> str:
-    """A line for each of `CHANGES` with all figures of NNX; columns are a heading, a case, a library, and its figure."""
+    """A line for each of `CHANGES` with all figures of NNX; columns: a heading, a case, a library, and its figure."""
     family, device, operation = _FLAX
     results = _results(root, device, family)
     if not results.is_file():
