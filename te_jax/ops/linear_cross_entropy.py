@@ -218,7 +218,7 @@ def _validate(x, kernel, labels, bias, weight, accumulator, kernel_contracting, 
 def _recipes(x: Array, recipe: Any, products: Any) -> Recipe:
     """Recipes of the three products."""
     fp8.validate_recipe(recipe)
-    facts_of_recipe(recipe)  # which several recipes have not
+    facts_of_recipe(recipe)  # refuses recipes of products
     if isinstance(recipe, DelayedScaling):
         raise ValueError(f"recipe is {recipe!r}, whose state a loss does not take; use BlockScaling or CurrentScaling")
     known = isinstance(products, tuple | list | set | frozenset) and set(products) <= set(PRODUCTS)

@@ -154,21 +154,21 @@ class Products(abc.ABC):
         array = self.quantized(codec, role, x, None, group, **copies).array
         return QuantizedParts(self.read_back(role, array), None, dbias)  # pyright: ignore[reportArgumentType]
 
+    @abc.abstractmethod
     def quantized(
         self, codec: Codec, role: Role, x: Any, state: Any, group: Any, *,
         first_copy: bool, second_copy: bool, with_dbias: bool = False,
     ) -> QuantizedParts:  # fmt: skip
         """An operand in FP8, with the copies that its first and its second product read."""
-        raise NotImplementedError
 
     def read_back(self, role: Role, array: QuantizedArray) -> Array:
         """The values that the codes of one copy stand for."""
         del role
         return dataclasses.replace(array, dtype=self.dtype).dequantize()
 
+    @abc.abstractmethod
     def sum_of_rows(self, dy: Any, group: Any) -> Array:
         """The gradient of a bias from that of a plain result, float32."""
-        raise NotImplementedError
 
     def quantization(self, role: Role) -> Quantization:
         """How operands of products are quantized that share a codec."""

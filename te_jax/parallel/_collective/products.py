@@ -47,7 +47,10 @@ class CollectiveProducts(Products):
         """The static arguments of a product."""
         return self.spec.of(product, self.codec(product))
 
-    def encoded(self, codec, role, x, state, group, *, first_copy, second_copy, with_dbias=False) -> QuantizedParts:
+    def encoded(self, codec, role, x, state, group, **options) -> QuantizedParts:
+        return self.quantized(codec, role, x, state, group, **options)  # plain operands have sides, too
+
+    def quantized(self, codec, role, x, state, group, *, first_copy, second_copy, with_dbias=False) -> QuantizedParts:
         spec = dataclasses.replace(self.spec, codec=codec)
         if role == "kernel":
             sides: Any = self._kernel(spec, x, state, first_copy=first_copy, second_copy=second_copy)
@@ -67,8 +70,11 @@ class CollectiveProducts(Products):
             gathered=travels,
             with_dbias=with_dbias and not travels,
         )
-        dbias = jnp.sum(x.astype(jnp.float32), axis=(0, 1)) if with_dbias and travels else sides.dbias
+        dbias = self.sum_of_rows(x, group) if with_dbias and travels else sides.dbias
         return QuantizedParts(sides, sides.amax, dbias)
+
+    def sum_of_rows(self, dy: Any, group: Any) -> Array:
+        return jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
 
     def _kernel(self, spec: CollectiveSpec, kernel: Any, state: Any, *, first_copy: bool, second_copy: bool) -> Sides:
         """Its sides as those of [K, N]: `by_cols` the forward pass reads, `by_rows` the gradient of x."""
