@@ -167,7 +167,7 @@ class Products(abc.ABC):
         return dataclasses.replace(array, dtype=self.dtype).dequantize()
 
     @abc.abstractmethod
-    def sum_of_rows(self, dy: Any, group: Any) -> Array:
+    def sum_of_rows(self, dy: Array, group: Any) -> Array:
         """The gradient of a bias from that of a plain result, float32."""
 
     def quantization(self, role: Role) -> Quantization:

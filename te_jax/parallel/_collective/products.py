@@ -73,7 +73,7 @@ class CollectiveProducts(Products):
         dbias = self.sum_of_rows(x, group) if with_dbias and travels else sides.dbias
         return QuantizedParts(sides, sides.amax, dbias)
 
-    def sum_of_rows(self, dy: Any, group: Any) -> Array:
+    def sum_of_rows(self, dy: Array, group: Any) -> Array:
         return jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
 
     def _kernel(self, spec: CollectiveSpec, kernel: Any, state: Any, *, first_copy: bool, second_copy: bool) -> Sides:
