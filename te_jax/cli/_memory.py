@@ -26,7 +26,7 @@ def check_state(plan: Plan, learners: dict[str, Learner]) -> None:
             "parameters and Adam's moments" if plan.config.recipe is None else "parameters, moments and the recipe"
         )
         raise UserError(
-            f"{plan.options.model} needs {needed / 2**30:,.2f} GiB on each device for {contents}, and a device "
+            f"{plan.options.model.named} needs {needed / 2**30:,.2f} GiB on each device for {contents}, and a device "
             f"has {present / 2**30:,.2f} GiB: choose a smaller --preset, --optimizer-state fp8, --offload optimizer, "
             "or more devices, which share them"
         )
@@ -38,7 +38,7 @@ def _bytes_of_state(learner: Learner) -> int:
 
 def _bytes_of_copies(plan: Plan, learner: Learner) -> int:
     """Bytes of the state's kernels in FP8, which no checkpoint has."""
-    if plan.options.lora is not None:  # nor what is frozen
+    if plan.options.model.lora is not None:  # nor what is frozen
         return 0
     return _bytes_of_state(learner) - _step.bytes_on_a_device(learner.stored(learner.abstract_state()))
 
@@ -102,12 +102,12 @@ def explained(plan: Plan) -> Iterator[None]:
 
 def _short_of(plan: Plan, reason: str) -> str:
     """Message that memory does not suffice, and the ways out."""
-    options = plan.options
+    options, data = plan.options, plan.options.data
     flags = [] if plan.config.remat else ["--remat"]
-    flags += [] if options.optimizer_state == "fp8" else ["--optimizer-state fp8"]
-    flags += [] if len(options.offloaded) == 2 else ["--offload activations,optimizer"]
+    flags += [] if options.precision.optimizer_state == "fp8" else ["--optimizer-state fp8"]
+    flags += [] if len(options.memory.offloaded) == 2 else ["--offload activations,optimizer"]
     return (
-        f"{options.model} with --batch {options.batch} and --seq-len {options.seq_len} is out of memory "
+        f"{options.model.named} with --batch {data.batch} and --seq-len {data.seq_len} is out of memory "
         f"({reason}): choose a smaller --preset, --batch or --seq-len, or "
         f"{', '.join([*flags, 'a larger --microbatches or --tp'])}"
     )
@@ -115,6 +115,6 @@ def _short_of(plan: Plan, reason: str) -> str:
 
 def _window_types(data: Tokens, plan: Plan) -> Tokens:
     """`jax.ShapeDtypeStruct` of the windows of a step."""
-    options = plan.options
-    shape = options.microbatches, options.batch // options.microbatches, options.seq_len + 1
+    microbatches, text = plan.options.memory.microbatches, plan.options.data
+    shape = microbatches, text.batch // microbatches, text.seq_len + 1
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=plan.placement.windows), data)

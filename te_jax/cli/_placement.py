@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax.cli import _processes
-from te_jax.cli._options import Options
+from te_jax.cli._options import Devices
 from te_jax.cli._state import TrainState
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, TensorParallel, init, param_specs, split_adapters
@@ -120,7 +120,7 @@ def defaults_of(platform: str) -> Defaults:
     return Defaults("bfloat16", "bfloat16", 1000) if platform == "gpu" else Defaults("float32", "float32", 100)
 
 
-def take_devices(options: Options) -> list[Any]:
+def take_devices(asked: Devices) -> list[Any]:
     """The devices to train on: all that JAX shows, or the first `--devices`. Starts JAX's backend.
 
     A host without GPUs is divided into as many CPU devices as are asked for. Several processes take all of theirs.
@@ -129,25 +129,25 @@ def take_devices(options: Options) -> list[Any]:
       UserError: there are fewer, or several processes have more.
     """
     processes = _processes.count()
-    wanted = options.devices or math.prod(options.mesh.values())
+    wanted = asked.devices or math.prod(asked.sizes.values())
     made = -(-wanted // processes)
     # JAX refuses both ways of asking for CPU devices at once; a user who set the flag has asked already.
-    if (options.devices or wanted > 1) and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if (asked.devices or wanted > 1) and _HOST_DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
         # Raised where a backend runs in this process already: its devices are what there is.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", made)
     devices = jax.devices()
     platform = devices[0].platform
     if wanted > len(devices):
-        asked = _described({"--devices": wanted} if options.devices else options.mesh)
+        words = _described({"--devices": wanted} if asked.devices else asked.sizes)
         way_out = f": start it with XLA_FLAGS=--{_HOST_DEVICE_FLAG}={made}" * (platform == "cpu")
-        raise UserError(f"{asked} is more than the {len(devices)} {platform} devices present{way_out}")
-    if processes > 1 and options.devices not in (None, len(devices)):
+        raise UserError(f"{words} is more than the {len(devices)} {platform} devices present{way_out}")
+    if processes > 1 and asked.devices not in (None, len(devices)):
         raise UserError(
             f"{processes} processes have {len(devices)} {platform} devices, all of which train: --devices must be "
             f"{len(devices)}"
         )
-    return devices[: options.devices]
+    return devices[: asked.devices]
 
 
 def _described(options: dict[str, int]) -> str:
@@ -160,77 +160,78 @@ def memory_of(devices: Sequence[Any]) -> int:
     return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
 
 
-def build_placement(devices: Sequence[Any], options: Options, config: DecoderConfig) -> Placement:
+def build_placement(devices: Sequence[Any], asked: Devices, config: DecoderConfig, named: str) -> Placement:
     """Each `--tp` devices that share a decoder have an equal part of every batch, and each `--fsdp` times as many the
     whole state. With `--cp` these have an equal part of the time of every window, in the place of the batch.
 
-    Experts are divided among all devices where their number allows it, else among those that share a decoder.
+    Experts are divided among all devices where their number allows it, else among those that share a decoder. `named`
+    is the option that names the model, for errors.
 
     Raises:
       UserError: the sizes that are asked for do not fit the devices or the model.
     """
-    fsdp = _fsdp_size(devices, options, config)
-    mesh = Mesh(np.asarray(devices).reshape(-1, fsdp, options.tp), _AXES, axis_types=(AxisType.Auto,) * 3)
-    shared = fsdp * options.tp > 1 or (config.experts is not None and len(devices) > 1)
+    fsdp = _fsdp_size(devices, asked, config, named)
+    mesh = Mesh(np.asarray(devices).reshape(-1, fsdp, asked.tp), _AXES, axis_types=(AxisType.Auto,) * 3)
+    shared = fsdp * asked.tp > 1 or (config.experts is not None and len(devices) > 1)
     return Placement(
         state=NamedSharding(mesh, PartitionSpec()),
-        windows=NamedSharding(mesh, PartitionSpec(None, _REPLICA_AXIS if options.cp > 1 else _AXES[:2])),
-        parallel=_parallel(len(devices), fsdp, options, config) if shared else None,
+        windows=NamedSharding(mesh, PartitionSpec(None, _REPLICA_AXIS if asked.cp > 1 else _AXES[:2])),
+        parallel=_parallel(len(devices), fsdp, asked, config) if shared else None,
     )
 
 
-def describe(placement: Placement, options: Options, config: DecoderConfig) -> str:
+def describe(placement: Placement, asked: Devices, config: DecoderConfig) -> str:
     """How the devices share the run, and why not all of them share the parameters if nobody asked for replicas."""
     devices, replicas, fsdp = placement.devices, placement.replicas, placement.fsdp
-    line = f"{len(devices)} {devices[0].platform} devices: replicas {replicas}, fsdp {fsdp}, tp {options.tp}"
-    line += f", transport {options.transport}" * (options.tp > 1)
-    line += f", each window by {options.cp}" * (options.cp > 1)
-    if replicas > 1 and options.replicas is None and options.fsdp is None and options.cp == 1:
-        line += f" (fsdp {replicas * fsdp} does not fit: {_misfit(len(devices), replicas * fsdp, options, config)})"
+    line = f"{len(devices)} {devices[0].platform} devices: replicas {replicas}, fsdp {fsdp}, tp {asked.tp}"
+    line += f", transport {asked.transport}" * (asked.tp > 1)
+    line += f", each window by {asked.cp}" * (asked.cp > 1)
+    if replicas > 1 and asked.replicas is None and asked.fsdp is None and asked.cp == 1:
+        line += f" (fsdp {replicas * fsdp} does not fit: {_misfit(len(devices), replicas * fsdp, asked, config)})"
     return line
 
 
-def _fsdp_size(devices: Sequence[Any], options: Options, config: DecoderConfig) -> int:
+def _fsdp_size(devices: Sequence[Any], asked: Devices, config: DecoderConfig, named: str) -> int:
     """The largest of the sizes that fit the devices, the model and what is asked for."""
     count, platform = len(devices), devices[0].platform
-    if count % options.tp:
+    if count % asked.tp:
         sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
         raise UserError(
-            f"--tp {options.tp} does not divide {count} {platform} devices: choose --tp from {sizes}, or a multiple of "
-            f"{options.tp} for --devices"
+            f"--tp {asked.tp} does not divide {count} {platform} devices: choose --tp from {sizes}, or a multiple of "
+            f"{asked.tp} for --devices"
         )
-    groups = count // options.tp
+    groups = count // asked.tp
     dividing = [size for size in range(1, groups + 1) if groups % size == 0]
-    fitting = {size: groups // size for size in dividing if not _misfit(count, size, options, config)}
-    asked = options.cp if options.cp > 1 else options.fsdp
+    fitting = {size: groups // size for size in dividing if not _misfit(count, size, asked, config)}
+    size_asked = asked.cp if asked.cp > 1 else asked.fsdp
     for fsdp in sorted(fitting, reverse=True):
-        if asked in (None, fsdp) and options.replicas in (None, fitting[fsdp]):
+        if size_asked in (None, fsdp) and asked.replicas in (None, fitting[fsdp]):
             return fsdp
-    wanted = asked or max(1, groups // (options.replicas or 1))
-    problem = _misfit(count, wanted, options, config) or f"--replicas · --fsdp · --tp must be {count}"
+    wanted = size_asked or max(1, groups // (asked.replicas or 1))
+    problem = _misfit(count, wanted, asked, config) or f"--replicas · --fsdp · --tp must be {count}"
     fit = "; ".join(f"--replicas {replicas} --fsdp {fsdp}" for fsdp, replicas in fitting.items())
     raise UserError(
-        f"{_described(options.mesh)} does not fit {count} {platform} devices and {options.model}: {problem}; "
+        f"{_described(asked.sizes)} does not fit {count} {platform} devices and {named}: {problem}; "
         f"sizes that fit: {fit}, or choose another --devices"
     )
 
 
-def _misfit(count: int, fsdp: int, options: Options, config: DecoderConfig) -> str | None:
+def _misfit(count: int, fsdp: int, asked: Devices, config: DecoderConfig) -> str | None:
     """Why devices cannot share the parameters, or None."""
-    parallel = _parallel(count, fsdp, options, config)
+    parallel = _parallel(count, fsdp, asked, config)
     return None if parallel.fsdp is None else fsdp_misfit(config, parallel, parallel.fsdp)
 
 
-def _parallel(count: int, fsdp: int, options: Options, config: DecoderConfig) -> TensorParallel:
+def _parallel(count: int, fsdp: int, asked: Devices, config: DecoderConfig) -> TensorParallel:
     by_all = config.experts is not None and config.experts.num_experts % count == 0
     # Gradients travel in the dtype of activations, so that in float32 losses do not depend on the number of devices.
     shared = FSDP(fsdp, axis_name=_FSDP_AXIS, replica_axis=_REPLICA_AXIS, reduce_dtype=config.dtype)
     return TensorParallel(
-        options.tp,
+        asked.tp,
         axis_name=_TENSOR_AXIS,
         batch_axes=(_REPLICA_AXIS, _FSDP_AXIS),
         expert_axes=_AXES if by_all else None,
-        transport=options.transport,
+        transport=asked.transport,
         fsdp=shared if fsdp > 1 else None,
-        context_axis=_FSDP_AXIS if options.cp > 1 else None,
+        context_axis=_FSDP_AXIS if asked.cp > 1 else None,
     )

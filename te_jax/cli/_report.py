@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 import resource
 import sys
@@ -14,6 +16,7 @@ import tqdm
 
 from te_jax._core.devices import bf16_peak
 from te_jax.cli import _processes, _statistics
+from te_jax.cli.errors import UserError
 
 _INK, _MUTED, _BLUE, _ORANGE = "#1f2430", "#7a8294", "#2563c9", "#d9641e"
 
@@ -96,6 +99,18 @@ class Progress:
         return [*words, memory]
 
 
+def summary_writer() -> type[Any]:
+    """The class that writes for TensorBoard.
+
+    Raises:
+      UserError: no package has one.
+    """
+    for module in ("tensorboardX", "torch.utils.tensorboard"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(module).SummaryWriter
+    raise UserError("--tensorboard needs the package tensorboardX: pip install tensorboardX")
+
+
 def summary(
     label: str, training: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]], unit: str = "byte"
 ) -> str:
@@ -167,7 +182,11 @@ def draw_losses(
         linewidth=1.8,
         label="training" if width == 1 else f"training, mean of {width} steps",
     )
-    top.plot(held_out_steps, held_out, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5, label="validation")
+    # A line from the loss of random parameters would lie above everything that was learned between.
+    later = slice(1 if held_out_steps[0] == 0 and len(held_out) > 2 else 0, None)
+    marks: dict[str, Any] = {"color": _ORANGE, "marker": "o", "markersize": 4.5}
+    top.plot(held_out_steps[:1], held_out[:1], linestyle="none", **marks)
+    top.plot(held_out_steps[later], held_out[later], linewidth=1.8, label="validation", **marks)
     top.set_ylabel(f"cross-entropy (nats per {unit})")
     last, place = f"{held_out[-1]:.3f}", (held_out_steps[-1], held_out[-1])
     style: dict[str, Any] = {"ha": "right", "color": _ORANGE, "fontweight": "bold"}
@@ -175,7 +194,7 @@ def draw_losses(
     if twin is not None:
         name, words = f"{twin}_loss", _words(twin)
         style = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (2, 3))}
-        top.plot(held_out_steps, _column(validation, name), label=f"validation, {words} twin", **style)
+        top.plot(held_out_steps[later], _column(validation, name)[later], label=f"validation, {words} twin", **style)
         differences = [ours - theirs for ours, theirs in zip(losses, _column(training, name), strict=True)]
         panels[1].axhline(0.0, color=_MUTED, linewidth=0.8)
         panels[1].plot(steps, differences, color=_BLUE, linewidth=0.8)

@@ -15,9 +15,7 @@ that does not match is damaged and does not count.
 
 import contextlib
 import fcntl
-import json
 import os
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
@@ -27,14 +25,13 @@ from typing import Any, NamedTuple
 import jax
 
 from te_jax._core.terminal import reason_of
-from te_jax.cli import _processes, _statistics
+from te_jax.cli import _log, _processes
+from te_jax.cli._log import LOG, line_of
 from te_jax.cli.errors import DamagedError, UserError, is_out_of_memory, note
 
 __all__ = ["RunFolder", "RunShare"]
 
-_LOG = "log.jsonl"
 _CHECKPOINTS = "checkpoints"
-_CRC = b', "crc32": '
 _RUNS = Path("runs")
 _GO_ON = "while the run went on, so the run stops: continue from its last checkpoint with --resume"
 
@@ -77,7 +74,8 @@ class RunFolder:
         with writing(path) as undo:
             path.mkdir(parents=True, exist_ok=True)
             _lock_folder(path, undo)
-            if any(record is None or record["kind"] == "train" for _, record in _read(path)) or _has_checkpoints(path):
+            begun = any(record is None or record["kind"] == "train" for _, record in _log.read(path))
+            if begun or _has_checkpoints(path):
                 raise UserError(f"--out {path} already holds a run: continue it with --resume or choose another folder")
             folder = cls(path, header, undo)
             folder._log.truncate(0)
@@ -117,12 +115,11 @@ class RunFolder:
         Raises:
           UserError: the folder cannot be written any more, or another program has changed the log.
         """
-        text = json.dumps(record).encode()
-        line = memoryview(b"%s%s%d}\n" % (text[:-1], _CRC, zlib.crc32(text)))
+        line = memoryview(line_of(record))
         with writing(self.path):
             self._check_log()
             if os.fstat(self._log.fileno()).st_size != self._log.tell():
-                raise UserError(f"{self.path / _LOG} was changed by another program {_GO_ON}")
+                raise UserError(f"{self.path / LOG} was changed by another program {_GO_ON}")
             while line:
                 line = line[self._log.write(line) :]
 
@@ -133,19 +130,19 @@ class RunFolder:
           UserError: another program has replaced the log.
         """
         self._check_log()
-        return [record for _, record in _read(self.path) if record is not None and record["kind"] == kind]
+        return _log.records(self.path, kind)
 
     def _check_log(self) -> None:
         """Raises UserError unless the log in the folder is the file that this run writes."""
         try:
-            present = (self.path / _LOG).stat()
+            present = (self.path / LOG).stat()
         except FileNotFoundError:
             raise UserError(
-                f"{self.path / _LOG} was moved or removed while the run went on, so the run stops: continue it with "
+                f"{self.path / LOG} was moved or removed while the run went on, so the run stops: continue it with "
                 "--resume in its new place, or start another run"
             ) from None
         if not os.path.samestat(present, os.fstat(self._log.fileno())):
-            raise UserError(f"{self.path / _LOG} was replaced by another file {_GO_ON}")
+            raise UserError(f"{self.path / LOG} was replaced by another file {_GO_ON}")
 
     def _write_log(self) -> None:
         self._check_log()
@@ -245,7 +242,7 @@ class RunFolder:
     def _cut_after(self, step: int) -> list[str]:
         """Cuts the log off after the records up to a step, and says what is wrong with them."""
         self._check_log()
-        lines = list(_read(self.path))
+        lines = list(_log.read(self.path))
         steps = [None if record is None or record["kind"] == "header" else record["step"] for _, record in lines]
         # A larger step before one of these had a digit changed, in a log without checksums. A run that begins again has
         # none: it repeats the validation of step 0 as well.
@@ -257,8 +254,10 @@ class RunFolder:
         recorded = {record["step"] for record in records if record["kind"] == "train" and record["step"] <= step}
         unreadable = [line for line, (_, record) in enumerate(lines, start=1) if record is None]
 
-        self._log.truncate(lines[-1][0] if lines else 0)
-        self._log.seek(0, os.SEEK_END)
+        end = lines[-1][0] if lines else 0
+        if self._log.seek(0, os.SEEK_END) != end:  # a log that stays as it is stays older than its figures
+            self._log.truncate(end)
+            self._log.seek(0, os.SEEK_END)
         if not headers or headers[-1]["options"] != self.header["options"]:
             self.append(self.header)
         problems = [f"line {line} is unreadable" for line in unreadable]
@@ -279,9 +278,9 @@ class RunShare(RunFolder):
     def __init__(self, path: Path, latest_step: int):
         from te_jax.cli._checkpoints import Checkpoints
 
-        if not (path / _LOG).exists():
+        if not (path / LOG).exists():
             raise UserError(
-                f"process {_processes.index()} does not see {path / _LOG}, which process 0 has: --out must be on a "
+                f"process {_processes.index()} does not see {path / LOG}, which process 0 has: --out must be on a "
                 "file system that all processes share"
             )
         self.path = path
@@ -365,10 +364,10 @@ def read_header(path: Path, option: str = "--out") -> dict[str, Any]:
     Raises:
       UserError: the folder holds no run or cannot be read, or its log has lost the header.
     """
-    records = [record for _, record in _read(path, option)]
+    records = [record for _, record in _log.read(path, option)]
     headers = [record for record in records if record is not None and record["kind"] == "header"]
     if not headers and (records or _has_checkpoints(path)):
-        raise UserError(f"{path / _LOG} has lost its header, without which no run goes on: start another run")
+        raise UserError(f"{path / LOG} has lost its header, without which no run goes on: start another run")
     if not headers:
         way_out = "leave --resume out to start one" if option == "--out" else "name the --out of te-jax train"
         raise UserError(f"{option} {path} holds no run: {way_out}")
@@ -407,58 +406,6 @@ def _has_checkpoints(path: Path) -> bool:
     return any((path / _CHECKPOINTS).glob("[0-9]*"))
 
 
-def _read(path: Path, option: str = "--out") -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Each record of a folder's log, if there is one, and the offset behind it. None stands for a damaged line.
-
-    A last line that a killed process left without its end does not count.
-    """
-    offset = 0
-    try:
-        if (path / _LOG).exists() and not (path / _LOG).is_file():  # a pipe would be waited for
-            raise UserError(f"{option} {path} cannot be read: {_LOG} is no regular file")
-        lines = (path / _LOG).open("rb")
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise UserError(f"{option} {path} cannot be read: {error.strerror or error}") from error
-    with lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            yield offset, _parse(line)
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    text, separator, checksum = line.rpartition(_CRC)
-    if separator and checksum != b"%d}\n" % zlib.crc32(text + b"}"):
-        return None
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, no text, or brackets that no record nests so deeply
-        return None
-    if not isinstance(record, dict):
-        return None
-    record.pop("crc32", None)
-    return record if _is_record(record) else None
-
-
-def _is_record(values: dict[str, Any]) -> bool:
-    """Whether they are a header, or the losses or the statistics of a step."""
-    if values.get("kind") == "header":
-        return isinstance(values.get("options"), dict)
-    if values.get("kind") == "statistics":
-        return type(values.get("step")) is int and values["step"] >= 0 and _statistics.is_record(values)
-    losses = {name: value for name, value in values.items() if name not in ("kind", "step")}
-    return (
-        values.get("kind") in ("train", "validation")
-        and type(values.get("step")) is int
-        and values["step"] >= 0
-        and "loss" in losses
-        and all(isinstance(value, float) for value in losses.values())
-    )
-
-
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[contextlib.ExitStack]:
     """A stack that is unwound on every way out, and an error of the file system told as one sentence.
@@ -484,7 +431,7 @@ def _lock_folder(path: Path, undo: contextlib.ExitStack) -> None:
 
 def _open_locked_log(path: Path, undo: contextlib.ExitStack) -> FileIO:
     """Keeps out those of other hosts, which see locks of files over NFS, but not those of folders."""
-    log = FileIO(os.open(path / _LOG, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+    log = FileIO(os.open(path / LOG, os.O_RDWR | os.O_CREAT, 0o666), "r+")
     _lock(undo.enter_context(log).fileno(), path)
     return log
 

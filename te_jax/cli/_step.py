@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from te_jax import debug, layers, optim
-from te_jax.cli import _plan
+from te_jax.cli import _config
 from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
 from te_jax.cli._state import TrainState
@@ -97,12 +97,12 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
 
     After warming up, the rate falls along a cosine to a twentieth of its peak. A norm of 0 clips nothing.
     """
-    options = plan.options
+    training = plan.options.training
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=plan.learning_rate / (plan.warmup_steps + 1),
         peak_value=plan.learning_rate,
         warmup_steps=plan.warmup_steps,
-        decay_steps=options.steps,
+        decay_steps=training.steps,
         end_value=plan.learning_rate / 20,
     )
     adamw = optim.adamw(
@@ -112,23 +112,24 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
         mu_dtype=model.state_dtype,
         nu_dtype=model.state_dtype,
         master_dtype="int16" if model.parameters == "bfloat16" else None,
-        seed=jnp.uint32(options.seed),
+        seed=jnp.uint32(training.seed),
     )
-    if "optimizer" in options.offloaded:
-        adamw = optim.offload(adamw, min_size=_plan.OFFLOAD_MIN_SIZE)
-    return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw) if options.clip_norm else optax.chain(adamw)
+    if "optimizer" in plan.options.memory.offloaded:
+        adamw = optim.offload(adamw, min_size=_config.OFFLOAD_MIN_SIZE)
+    clips = [optax.clip_by_global_norm(training.clip_norm)] if training.clip_norm else []
+    return optax.chain(*clips, adamw)
 
 
 def build_loss(plan: Plan, model: Model) -> LossFunction:
     """The decoder with te_jax's fused cross-entropy, or with optax's, which knows no experts."""
     loss = _loss(plan, model)
-    if plan.options.cp == 1:
+    if plan.options.mesh.cp == 1:
         return loss
 
     def of_shared_windows(
         params: Any, scaling: Any, tokens: jax.Array, *targets_and_segments: jax.Array | None
     ) -> Losses:
-        order = context_order(tokens.shape[1], plan.options.cp)
+        order = context_order(tokens.shape[1], plan.options.mesh.cp)
         targets, segments = (None if x is None else x[:, order] for x in targets_and_segments)
         assert targets is not None
         return loss(params, scaling, tokens[:, order], targets, segments)
@@ -187,7 +188,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
     config, placement = model.config, plan.placement
     optimizer, loss = build_optimizer(plan, model), build_loss(plan, model)
     on_gpu = placement.devices[0].platform == "gpu"
-    deterministic = {"xla_gpu_deterministic_ops": True} if plan.options.deterministic and on_gpu else None
+    deterministic = {"xla_gpu_deterministic_ops": True} if plan.options.precision.deterministic and on_gpu else None
     jit = functools.partial(jax.jit, compiler_options=deterministic)
 
     parallel, base = placement.parallel, dataclasses.replace(config, lora=None)
@@ -209,7 +210,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         if config.lora is None:
             params, optimizer_state = _rounded(params, optimizer, model.parameters)
             return TrainState(params, optimizer_state, scaling, kernels_of(params))
-        adapters, _ = split_adapters(decoder.init(config, jax.random.key(plan.options.seed)))
+        adapters, _ = split_adapters(decoder.init(config, jax.random.key(plan.options.training.seed)))
         kernels = jax.tree.map(lambda _: None, adapters)
         return TrainState(adapters, optimizer.init(adapters), scaling, kernels, frozen_of(params))
 
@@ -217,7 +218,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         return begin(decoder.init(base, key))
 
     shardings = placement.of_state(*_types(init, jax.random.key(0)), config)
-    in_place = None if sums_replicas or plan.options.pack else decoder.is_head
+    in_place = None if sums_replicas or plan.options.data.pack else decoder.is_head
 
     def gradients_of(state: TrainState, windows: Tokens) -> tuple[Losses, Any, Any]:
         return _value_and_gradients(loss, state, windows, in_place)
@@ -267,7 +268,7 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         step_with_statistics=jit(
             step_with_statistics, donate_argnums=0, out_shardings=(shardings, placement.state, placement.state)
         )
-        if plan.options.statistics
+        if plan.options.output.statistics
         else None,
     )
 

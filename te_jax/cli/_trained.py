@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import optim
-from te_jax.cli import _placement, _plan, _run_folder, _text
+from te_jax.cli import _config, _placement, _run_folder, _text
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, decoder, from_hf, join_adapters, merge_adapters, split_adapters
 
@@ -47,7 +47,7 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
     """
     path = _run_folder.newest_path("--run") if path is None else path
     header = _run_folder.read_header(path, "--run")
-    config, options = _plan.config_of(path, header), header["options"]
+    config, options = _config.config_of(path, header), header["options"]
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place),
@@ -63,7 +63,7 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
         base = header["model"].get("base_sha256")
         frozen = of_folder(folder, dtype)
         other_shape = frozen.config.architecture != dataclasses.replace(config, lora=None).architecture
-        if other_shape or (base is not None and base != _plan.sha256_of(folder)):
+        if other_shape or (base is not None and base != _config.sha256_of(folder)):
             raise UserError(
                 f"{folder} holds another model than that beside which the run in {path} trained its adapters: put the "
                 "files back that were there"
@@ -97,8 +97,8 @@ def of_folder(path: Path, dtype: jax.typing.DTypeLike) -> Trained:
     Raises:
       UserError: the folder holds none that te_jax reads, or has no tokenizer.
     """
-    tokenizer = _plan.tokenizer_of(str(path))
-    with _plan.reading(path):
+    tokenizer = _config.tokenizer_of(str(path))
+    with _config.reading(path):
         config, params = from_hf(path, param_dtype=dtype)
     return Trained(config, params, tokenizer, path, str(path))
 

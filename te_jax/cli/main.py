@@ -5,14 +5,15 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
 from te_jax._version import __version__
-from te_jax.cli import _options, _processes, bench, doctor, export, generate
-from te_jax.cli.errors import UserError
+from te_jax.cli import _options, _processes, bench, doctor, export, generate, plot
+from te_jax.cli.errors import UserError, guess
 
 __all__ = ["main"]
 
@@ -22,6 +23,7 @@ _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.E
 # Modules with `add_arguments`. `run` is in the module of the command's name, which is imported when it is called.
 _COMMANDS = {
     "train": (_options, "train a small language model on text"),
+    "plot": (plot, "draw the losses of a run, as far as it has come"),
     "generate": (generate, "continue a text by a trained model"),
     "export": (export, "write the model of a run as one of Hugging Face"),
     "doctor": (doctor, "report what works on this machine and how to get what does not"),
@@ -57,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _status(argv: Sequence[str] | None) -> int:
     try:
         try:
-            args = _parser().parse_args(argv)
+            args, unknown = _parser().parse_known_args(argv)
+            if unknown:
+                known = [_options.flag(name) for name in vars(args)]
+                word = unknown[0].partition("=")[0]
+                raise UserError(f"{word} is unknown{guess(word, known)}; see `te-jax {args.command} --help`")
             return _run(args)
         finally:
             print(end="", flush=True)
@@ -105,11 +111,16 @@ class _Parser(argparse.ArgumentParser):
     """Reports a mistake in the arguments like every other mistake: in one sentence, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
+        if choice := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            name, word, known = choice.groups()
+            known = [each.strip(" '") for each in known.split(",")]
+            named = word if name == "COMMAND" else f"{name} {word}"
+            message = f"{named} is unknown: choose one of {', '.join(known)}"
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.command in ("train", "export", "generate") and (
+    if args.command in ("train", "plot", "export", "generate") and (
         missing := [_PACKAGES[name] for name in _PACKAGES if not find_spec(name)]
     ):
         raise UserError(f"te-jax {args.command} needs {', '.join(missing)}: pip install {' '.join(missing)}")

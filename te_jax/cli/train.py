@@ -21,8 +21,10 @@ import numpy as np
 import optax
 
 import te_jax
+from te_jax import debug
 from te_jax._core.terminal import reason_of
 from te_jax.cli import (
+    _config,
     _interruption,
     _memory,
     _options,
@@ -34,6 +36,7 @@ from te_jax.cli import (
     _statistics,
     _step,
     _text,
+    plot,
 )
 from te_jax.cli._plan import Plan
 from te_jax.cli._run_folder import RunFolder, RunShare, StoredRun
@@ -76,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
     stored = _processes.from_first(lambda: _stored(out)) if args.resume else None
     stored = None if stored is None else StoredRun(Path(stored[0]), stored[1])
     options = _options.resolve(args, stored)
-    if options.deterministic:
+    if options.precision.deterministic:
         os.environ.setdefault("TE_JAX_AUTOTUNE", "0")  # another process could choose other GEMMs, with other bits
     plan, data = _plan.decide(options, stored)
     learners = {model.loss_name: _step.build_learner(plan, model) for model in plan.models}
@@ -85,12 +88,14 @@ def _run(args: argparse.Namespace) -> int:
         _memory.tell(plan, _memory.fitted(plan, learners, data[0]), data[0])
         return 0
 
+    if options.output.tensorboard:
+        _report.summary_writer()
     folder = _open_folder(out, stored, _header(plan))
     try:
         if args.out is None:
             print(f"run in {folder.path}")
         if len(plan.placement.devices) > 1:
-            print(_placement.describe(plan.placement, plan.options, plan.config))
+            print(_placement.describe(plan.placement, plan.options.mesh, plan.config))
         if plan.num_documents is not None:
             print(f"{plan.num_documents:,} documents, packed")
         stopped = ""
@@ -107,12 +112,12 @@ def _run(args: argparse.Namespace) -> int:
                     raise
                 folder.finish_saving()
                 step, cost, stopped = folder.latest_step, "", f"stopped in a step ({reason_of(error)}); "
-        if step < plan.options.steps:
-            saved = f"step {step} of {plan.options.steps} is saved" if step else "no step is saved"
-            print(f"te-jax: {signals[0].name}: {stopped}{saved}; {_continue(folder)}", file=sys.stderr)
-            return 128 + signals[0]
         if _processes.is_first():
             _conclude(plan, folder, cost)
+        if step < plan.options.training.steps:
+            saved = f"step {step} of {plan.options.training.steps} is saved" if step else "no step is saved"
+            print(f"te-jax: {signals[0].name}: {stopped}{saved}; {_continue(folder)}", file=sys.stderr)
+            return 128 + signals[0]
     finally:
         # A process that fails among several would wait for a checkpoint that the others never finish.
         if _processes.count() == 1 or sys.exc_info()[1] is None:
@@ -164,6 +169,7 @@ def _continue(folder: RunFolder) -> str:
 
 def _header(plan: Plan) -> dict[str, Any]:
     config, devices = plan.config, plan.placement.devices
+    origin, mesh = plan.options.model, plan.options.mesh
     return {
         "kind": "header",
         "options": plan.recorded_options(),
@@ -173,7 +179,7 @@ def _header(plan: Plan) -> dict[str, Any]:
             "head_recipe": _describe(config.head_recipe),
             "num_parameters": config.num_parameters,
             "num_active_parameters": config.num_active_parameters,
-            **({} if plan.options.lora is None else {"base_sha256": _plan.sha256_of(str(plan.options.from_))}),
+            **({} if origin.lora is None else {"base_sha256": _config.sha256_of(str(origin.from_))}),
         },
         "text": {
             "source": plan.text,
@@ -182,8 +188,8 @@ def _header(plan: Plan) -> dict[str, Any]:
             "sha256": plan.sha256,
         },
         "implementation": plan.implementation or "xla",
-        "parallel": {"tp": plan.options.tp, "fsdp": plan.placement.fsdp, "transport": plan.options.transport}
-        | ({"cp": plan.options.cp} if plan.options.cp > 1 else {}),
+        "parallel": {"tp": mesh.tp, "fsdp": plan.placement.fsdp, "transport": mesh.transport}
+        | ({"cp": mesh.cp} if mesh.cp > 1 else {}),
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "versions": {
             "te_jax": te_jax.__version__,
@@ -222,30 +228,35 @@ def _train(
 ) -> tuple[int, str]:
     """Trains until the last step or a signal. Returns the last step that was taken and saved, and what its
     steps cost: "" where it took none."""
-    options = plan.options
+    options, output, steps = plan.options, plan.options.output, plan.options.training.steps
+    batch_size, seq_len, microbatches = options.data.batch, options.data.seq_len, options.memory.microbatches
     training, held_out = data
     learners = _memory.fitted(plan, learners, training)
     if folder.latest_step:
         restored = folder.restore({name: each.stored(each.abstract_state()) for name, each in learners.items()})
         states = {
-            name: learner.resumed(restored[name], _model(learner, plan) if options.lora else None)
+            name: learner.resumed(restored[name], _model(learner, plan) if options.model.lora else None)
             for name, learner in learners.items()
         }
     else:
         states = {name: _first_state(learner, plan) for name, learner in learners.items()}
     done = step = folder.latest_step
-    microbatch = options.batch // options.microbatches
+    microbatch = batch_size // microbatches
     batches = math.ceil(_EVALUATION_WINDOWS / microbatch)
-    starts = _text.evaluation_starts(held_out.ids.size, count=batches * microbatch, seq_len=options.seq_len)
+    starts = _text.evaluation_starts(held_out.ids.size, count=batches * microbatch, seq_len=seq_len)
     windows = _windows(held_out, starts.reshape(batches, microbatch), plan)
 
-    flops = len(learners) * plan.config.flops_per_token(options.seq_len)
-    tokens = options.batch * options.seq_len
-    progress = _report.Progress(options.steps, done, tokens, flops, plan.placement.devices)
-    watch = _statistics.Watch(delayed=options.recipe == "delayed") if options.statistics else None
+    flops = len(learners) * plan.config.flops_per_token(seq_len)
+    tokens = batch_size * seq_len
+    progress = _report.Progress(steps, done, tokens, flops, plan.placement.devices)
+    watch = _statistics.Watch(delayed=options.precision.recipe == "delayed") if output.statistics else None
     in_fp8 = plan.config.recipe is not None or plan.config.head_recipe is not None
-    hint = "; --resume --statistics 1 names the layer where it begins" if in_fp8 and options.statistics != 1 else ""
-    records = _Records(folder, progress, watch, hint)
+    hint = "; --resume --statistics 1 names the layer where it begins" if in_fp8 and output.statistics != 1 else ""
+    writer = None
+    if output.tensorboard and _processes.is_first():
+        # What was written of later steps is not shown.
+        writer = _report.summary_writer()(str(folder.path / "tensorboard"), purge_step=done + 1)
+    records = _Records(folder, progress, watch, hint, writer)
     vote = _processes.Vote(plan.placement.mesh)
 
     def evaluate(step: int) -> None:
@@ -255,13 +266,13 @@ def _train(
     try:
         if not done:
             evaluate(0)
-        for step in range(done + 1, options.steps + 1):
+        for step in range(done + 1, steps + 1):
             # On the host this takes less than a millisecond, while devices compute the steps before.
             starts = _text.training_starts(
-                training.ids.size, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
+                training.ids.size, seed=options.training.seed, step=step, batch=batch_size, seq_len=seq_len
             )
-            batch = _windows(training, starts.reshape(options.microbatches, microbatch), plan)
-            looks = watch is not None and step % options.statistics == 0
+            batch = _windows(training, starts.reshape(microbatches, microbatch), plan)
+            looks = watch is not None and step % output.statistics == 0
             if looks:
                 records.flush()
                 progress.stop_timing()
@@ -276,8 +287,8 @@ def _train(
             records.add("train", step, losses)
             if (asked := vote(signals[0] if signals else 0)) and not signals:
                 signals.append(signal.Signals(asked))
-            stops = step == options.steps or asked > 0
-            evaluates = step % options.eval_every == 0 or step == options.steps
+            stops = step == steps or asked > 0
+            evaluates = step % output.eval_every == 0 or step == steps
             saves = step % plan.checkpoint_every == 0 or stops
             # Not timed: the first step, which waits for the compiler, those with statistics, validations, and copies
             # for checkpoints.
@@ -293,31 +304,33 @@ def _train(
         folder.finish_saving()
     finally:
         progress.close()
+        if writer is not None:
+            writer.close()
     return step, " · ".join(progress.speed_and_memory()) if step > done else ""
 
 
 def _first_state(learner: Learner, plan: Plan) -> TrainState:
     """The state before the first step: of random parameters, or of the model that --from names."""
-    if plan.options.from_ is None:
-        return learner.init(jax.random.key(plan.options.seed))
+    if plan.options.model.from_ is None:
+        return learner.init(jax.random.key(plan.options.training.seed))
     return learner.begin(_model(learner, plan))
 
 
 def _model(learner: Learner, plan: Plan) -> Any:
     """The parameters of the model that --from names."""
-    folder = plan.options.from_
+    folder = plan.options.model.from_
     assert folder is not None
     places = jax.tree.map(lambda param: param.sharding, learner.params)
     dtype = learner.params["embedding"].dtype
-    if plan.models[0].parameters == "bfloat16" and _plan.is_bfloat16(folder):
+    if plan.models[0].parameters == "bfloat16" and _config.is_bfloat16(folder):
         dtype = plan.models[0].parameters  # float32 copies would say the same, and may not fit
-    with _plan.reading(folder):
+    with _config.reading(folder):
         return from_hf(folder, param_dtype=dtype, shardings=lambda _: places)[1]
 
 
 def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:
     """[batches, batch, seq_len + 1]: the windows that begin at starts [batches, batch]. Devices get only their own."""
-    seq_len = plan.options.seq_len
+    seq_len = plan.options.data.seq_len
 
     def windows_of(array: np.ndarray) -> jax.Array:
         def of_device(index: Any) -> np.ndarray:
@@ -332,11 +345,17 @@ class _Records:
     """Losses that are still on the devices: fetched a few steps late, so that the devices never wait for the host."""
 
     def __init__(
-        self, folder: RunFolder, progress: _report.Progress, watch: _statistics.Watch | None = None, hint: str = ""
+        self,
+        folder: RunFolder,
+        progress: _report.Progress,
+        watch: _statistics.Watch | None = None,
+        hint: str = "",
+        writer: debug.Writer | None = None,
     ):
         self._folder = folder
         self._progress = progress
         self._watch = watch
+        self._writer = writer
         self._hint = hint  # at the end of the error of a loss that is not finite
         self._pending: deque[tuple[str, int, dict[str, Losses]]] = deque()
 
@@ -349,6 +368,8 @@ class _Records:
         assert self._watch is not None
         record = _statistics.record_of(step, statistics)
         self._folder.append(record)
+        if self._writer is not None:
+            debug.write(statistics, self._writer, step)
         for sentence in self._watch.look(record):
             self._progress.note(sentence)
 
@@ -370,6 +391,9 @@ class _Records:
         if (load := losses["loss"].largest_load) is not None:
             record["largest_load"] = float(load)
         self._folder.append({"kind": kind, "step": step, **record})
+        if self._writer is not None:
+            for name, value in record.items():
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
         if kind == "train":
             self._progress.step(step, record)
         else:
@@ -377,38 +401,12 @@ class _Records:
 
 
 def _conclude(plan: Plan, folder: RunFolder, cost: str) -> None:
-    options, config = plan.options, plan.config
-    names = {model.loss_name for model in plan.models}
-    training, validation = (
-        [record for record in folder.records(kind) if names <= record.keys()]  # damage may cost one its twin
-        for kind in ("train", "validation")
-    )
-    figure = folder.path / "loss.png"
-    recipes = [] if config.recipe is None else [f"{options.recipe} scaling"]
-    logits = " with logits" * options.fp8_logits
-    recipes += [] if config.head_recipe is None else [f"{options.head_recipe} head{logits}"]
-    chosen = [" and ".join(recipes)] if recipes else []
-    chosen += [] if options.optimizer_state == "f32" else [f"{options.optimizer_state} states"]
-    chosen = chosen or ["te_jax"]
-    label = chosen[0]  # what a twin lacks
-    chosen += [] if plan.placement.fsdp == 1 else [f"fsdp {plan.placement.fsdp}"]
-    chosen += [] if options.cp == 1 else [f"cp {options.cp}"]
-    chosen += [] if options.tp == 1 else [f"tp {options.tp} ({options.transport})"]
-    name = options.preset if options.from_ is None else Path(options.from_).resolve().name
-    size = f"{config.num_parameters:,} parameters"
-    size += "" if config.experts is None else f", {config.num_active_parameters:,} active"
-    title = f"te-jax train · {name}, {size} · {', '.join(chosen)}"
-    files = ["log.jsonl", "checkpoints"]
-    if training and validation:  # a damaged log may have neither
-        if cost or not figure.exists():  # a finished run keeps the figure with what its steps cost
-            with _run_folder.writing(folder.path):
-                _report.draw_losses(figure, title, label, training, validation, plan.token, cost)
-        print(_report.summary(label, training, validation, plan.token))
-        files.append(figure.name)
-    if statistics := folder.records("statistics"):
-        of_statistics = folder.path / "statistics.png"
-        with _run_folder.writing(folder.path):
-            _report.draw_statistics(of_statistics, title, statistics)
-        files.append(of_statistics.name)
-    how = "" if options.tp == 1 else f" with tp {options.tp}, transport {options.transport},"
-    print(f"{options.steps} steps{how} in {folder.path}: {', '.join(files)}")
+    """Draws the run as far as it has come, and says what is in its folder."""
+    options, files = plan.options, ["log.jsonl", "checkpoints"]
+    drawn = plot.draw(folder.path, folder.header, cost)
+    if folder.latest_step < options.training.steps:
+        return
+    if drawn.summary:
+        print(drawn.summary)
+    how = "" if options.mesh.tp == 1 else f" with tp {options.mesh.tp}, transport {options.mesh.transport},"
+    print(f"{options.training.steps} steps{how} in {folder.path}: {', '.join([*files, *drawn.files])}")

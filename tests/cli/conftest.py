@@ -12,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from runs import Toy, defaults_of, take_defaults_of_a_gpu
 
 from te_jax.cli import _placement, _step
+from te_jax.cli._options import Options
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +82,8 @@ def programs_of_equal_runs():
     """Runs that differ in what they read and write, but not in what they compute, trace it once."""
 
     def build_learner(plan, model):
-        options = dataclasses.replace(plan.options, text=None, compare=False, checkpoint_every=1, eval_every=1)
+        alike = {"text": None, "compare": False, "checkpoint_every": 1, "eval_every": 1, "tensorboard": False}
+        options = Options.of(plan.options.values() | alike)
         of_text = {"text": "", "num_tokens": 0, "num_documents": None, "sha256": ""}
         plan = dataclasses.replace(plan, options=options, models=(), checkpoint_every=1, **of_text)
         return _learner_of(plan, model)

@@ -29,7 +29,7 @@ def take_defaults_of_a_gpu():
 
 def plan_of(**options):
     """The plan of a run of a small model, on one device unless more are asked for."""
-    plan, _ = _plan.decide(Options(**{"preset": "nano", "devices": 1, **options}))
+    plan, _ = _plan.decide(Options.of({"preset": "nano", "devices": 1, **options}))
     return plan
 
 

@@ -158,7 +158,7 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path, capsys):
 def test_adapters_go_with_the_model_that_they_were_trained_beside(folder, tmp_path, capsys):
     base, run = shutil.copytree(folder, tmp_path / "base"), tmp_path / "run"
     argv = {"from_": str(base), "lora": 2, "seq_len": 16, "batch": 4, "devices": 1}
-    plan, _ = _plan.decide(Options(**argv))
+    plan, _ = _plan.decide(Options.of(argv))
     header = json.loads(json.dumps(train._header(plan)))
     run.mkdir()
     (run / "log.jsonl").write_text(json.dumps(header) + "\n")

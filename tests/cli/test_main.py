@@ -10,7 +10,7 @@ import te_jax
 from te_jax.cli import main, train
 from te_jax.cli.errors import UserError
 
-COMMANDS = ("train", "generate", "export", "doctor", "bench")
+COMMANDS = ("train", "plot", "generate", "export", "doctor", "bench")
 
 
 def test_help_names_every_command_and_starts_no_backend():
@@ -40,10 +40,12 @@ def test_version(capsys):
     ("argv", "words"),
     [
         ([], "COMMAND"),
-        (["fly"], "fly"),
+        (["fly"], "fly is unknown: choose one of train, plot, "),
+        (["train", "--receipe", "block"], "--receipe is unknown (did you mean --recipe?); see `te-jax train --help`"),
+        (["plot", "here", "there"], "there is unknown; see `te-jax plot --help`"),
         (["train", "--steps", "many"], "--steps"),
         (["train", "--step", "1"], "--step"),  # an abbreviation
-        (["train", "--dtype", "int8"], "--dtype"),
+        (["train", "--dtype", "int8"], "--dtype int8 is unknown: choose one of auto, float32, bfloat16"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(argv, words, capsys):

@@ -134,16 +134,16 @@ def plan_of(row):
 def trace(row):
     """Traces what a run of these options calls, but for validations."""
     plan = plan_of(row)
-    count = plan.options.microbatches
+    count = plan.options.memory.microbatches
 
     def windows(dtype):
         shape = count, BATCH // count, SEQ_LEN + 1
         return jax.ShapeDtypeStruct(shape, dtype, sharding=plan.placement.windows)
 
-    batch = Tokens(windows(np.uint8), windows(bool) if plan.options.pack else None)
+    batch = Tokens(windows(np.uint8), windows(bool) if plan.options.data.pack else None)
     for model in plan.models:
         learner, state = begun(plan, model)
-        watched = plan.options.statistics and model is plan.models[0]
+        watched = plan.options.output.statistics and model is plan.models[0]
         step = learner.step_with_statistics if watched else learner.step
         assert _types(jax.eval_shape(step, state, batch)[0]) == _types(state)
 
@@ -152,7 +152,7 @@ def begun(plan, model):
     """The functions of a run and the types of its state, which are those of all ways to make one."""
     learner = _step.build_learner(plan, model)
     state = learner.abstract_state()
-    if plan.options.lora is not None:
+    if plan.options.model.lora is not None:
         begun = jax.eval_shape(learner.begin, learner.params)
         restored = jax.eval_shape(learner.resumed, learner.stored(state), learner.params)
         assert _types(begun) == _types(restored) == _types(state)

@@ -146,17 +146,17 @@ def test_the_bound_of_documents_holds_for_every_window_and_is_left_out_where_a_m
 )  # fmt: skip
 def test_as_many_devices_as_fit_share_the_parameters(words, expected):
     plan, _ = _plan.decide(options_of(words))
-    described = _placement.describe(plan.placement, plan.options, plan.config)
+    described = _placement.describe(plan.placement, plan.options.mesh, plan.config)
     assert described == f"{words.split()[1]} cpu devices: {expected}"
-    batch, parts = plan.options.batch, plan.placement.replicas * plan.placement.fsdp
-    windows = batch // (plan.placement.replicas if plan.options.cp > 1 else parts)
+    batch, parts = plan.options.data.batch, plan.placement.replicas * plan.placement.fsdp
+    windows = batch // (plan.placement.replicas if plan.options.mesh.cp > 1 else parts)
     assert plan.placement.windows.shard_shape((3, batch, 33)) == (3, windows, 33)
 
 
 def test_devices_are_all_that_there_are_unless_fewer_are_asked_for():
     devices = jax.devices()
-    assert _placement.take_devices(options_of("--tp 2")) == devices
-    assert _placement.take_devices(options_of("--devices 2 --tp 2")) == devices[:2]
+    assert _placement.take_devices(options_of("--tp 2").mesh) == devices
+    assert _placement.take_devices(options_of("--devices 2 --tp 2").mesh) == devices[:2]
 
 
 @pytest.mark.parametrize(("devices", "tp", "parts"), [(1, 1, 1), (2, 1, 2), (4, 2, 4), (6, 2, 2), (3, 1, 1)])
@@ -249,8 +249,8 @@ MESH = {"devices": 16, "replicas": 2, "fsdp": 4, "tp": 2}
 )
 def test_a_run_that_goes_on_keeps_what_is_not_given(stored, words, expected):
     """Parts of the batch stay what they are, and as many devices as are asked for share the model for each of them."""
-    found = options_of(words, stored)
-    assert {name: getattr(found, name) for name in expected} == expected
+    values = options_of(words, stored).values()
+    assert {name: values[name] for name in expected} == expected
 
 
 CHANGED = {
@@ -261,13 +261,13 @@ CHANGED = {
 }
 FREE = {
     **{"text": "x", "tokenizer": "x", "from_": "x", "checkpoint_every": "3", "remat": "", "offload": "optimizer"},
-    **{"microbatches": "2", "deterministic": "", "statistics": "5", "steps": "300"},
+    **{"microbatches": "2", "deterministic": "", "tensorboard": "", "statistics": "5", "steps": "300"},
 }
 
 
 def test_every_option_of_a_resumed_run_is_kept_free_or_of_the_mesh():
     mesh = {"devices", "replicas", "fsdp", "tp", "cp", "transport"}
-    assert {*CHANGED, *FREE, *mesh} == {field.name for field in dataclasses.fields(Options)}
+    assert {*CHANGED, *FREE, *mesh} == Options().values().keys()
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -280,8 +280,8 @@ def test_what_changes_the_numbers_of_a_run_cannot_change(name):
 
 @pytest.mark.parametrize("name", FREE)
 def test_what_changes_no_more_than_rounding_may_change(name):
-    options = options_of(f"{_options.flag(name)} {FREE[name]}", plan_of(preset="tiny").recorded_options())
-    assert getattr(options, name) == type(getattr(options, name))(FREE[name] or True)
+    value = options_of(f"{_options.flag(name)} {FREE[name]}", plan_of(preset="tiny").recorded_options()).values()[name]
+    assert value == type(value)(FREE[name] or True)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_a_header_of_another_version_or_with_damage_is_one_sentence(changes, wor
 def test_another_text_does_not_go_on(options, header, words):
     header = {"text": {"sha256": plan_of().sha256}} if header is None else header
     with pytest.raises(UserError, match=words):
-        _plan.decide(Options(preset="nano", devices=1, **options), StoredRun(RUN, header))
+        _plan.decide(Options.of({"preset": "nano", "devices": 1, **options}), StoredRun(RUN, header))
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -478,11 +478,12 @@ def test_the_figure_shows_means_in_the_middle_of_their_steps_and_how_far_above_t
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
     training = [{"step": step, "loss": 3.0 * step, "optax_loss": 2.0 * step} for step in range(1, 91)]
-    ends = [training[0], training[-1]]
+    ends = [{**training[0], "step": 0}, training[0], training[-1]]
     _report.draw_losses(tmp_path / "loss.png", "title", "te_jax", training, ends, "byte", "5 tokens/s")
     top, bottom = figures[0].axes
     assert top.get_title(loc="left") == "5 tokens/s"
     steps, means = top.lines[1].get_data()
     assert (steps[0], steps[-1]) == (2, 89)
     np.testing.assert_allclose(means, 3.0 * np.asarray(steps))
+    assert [list(line.get_xdata()) for line in top.lines[2:]] == [[0], [1, 90], [1, 90]]  # no line from the beginning
     np.testing.assert_allclose(bottom.lines[1].get_ydata(), range(1, 91))

@@ -149,6 +149,7 @@ def test_a_signal_saves_the_step_and_says_how_to_continue(number, whole, toy, ou
     assert main([*ARGV, "--out", str(out)]) == 128 + number
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["5"]
+    assert (out / "loss.png").exists()
     command = f"te-jax train --resume --out {out}"
     assert told(capsys) == [
         "te-jax: saving after this step; interrupt again to end at once",
@@ -333,6 +334,51 @@ def test_a_record_that_has_lost_its_twin_is_left_out(out, capsys):
 
 
 # -------------------------------------------------------------------------------------------------------- what it shows
+
+
+def test_plot_draws_what_the_log_has_and_keeps_a_figure_that_is_newer(whole, capsys):
+    capsys.readouterr()
+    (whole / "loss.png").unlink()
+    assert main(["plot", str(whole)]) == 0
+    assert re.fullmatch(rf"te_jax +training .* nats per byte\n{whole}: loss.png\n", capsys.readouterr().out)
+    drawn = (whole / "loss.png").stat().st_mtime_ns
+    for newer in (False, True):
+        os.utime(whole / "log.jsonl", ns=(drawn, drawn + newer))
+        assert main(["plot", str(whole)]) == 0
+        assert ((whole / "loss.png").stat().st_mtime_ns > drawn) == newer
+
+
+def test_plot_of_no_run_and_of_one_without_a_step_is_one_sentence(whole, tmp_path, capsys):
+    header = (whole / "log.jsonl").read_bytes().split(b"\n")[0]
+    (tmp_path / "log.jsonl").write_bytes(header + b"\n")
+    for folder, words in ((tmp_path, "has no losses yet"), (tmp_path / "none", "holds no run")):
+        capsys.readouterr()
+        assert main(["plot", str(folder)]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_tensorboard_gets_the_losses_of_the_log(toy, out, capsys, monkeypatch):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, path, purge_step):
+            written.append((path, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    assert main([*ARGV, "--tensorboard", "--out", str(out)]) == 0
+    losses = [(f"{each['kind']}/loss", each["loss"], each["step"]) for each in records(out, "train", "validation")]
+    assert written == [(str(out / "tensorboard"), 1), *losses, "closed"]
+    for name in ("tensorboardX", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    error = refused([*SMALL, "--tensorboard", "--out", str(out / "another")], capsys)
+    assert error == "te-jax: error: --tensorboard needs the package tensorboardX: pip install tensorboardX\n"
+    assert not (out / "another").exists()
 
 
 @pytest.mark.parametrize(("every", "steps"), [("1", range(8)), ("3", (0, 3, 6, 7))])

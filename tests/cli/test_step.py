@@ -113,7 +113,9 @@ def test_parameters_in_bfloat16_are_rounded_from_the_same_weights(rng):
 def test_layers_quantize_their_own_kernels_where_copies_would_not_fit(monkeypatch, capsys, rng):
     """The state is without copies then, and losses are the same."""
     plan, data = _plan.decide(
-        Options(preset="nano", devices=1, seq_len=16, batch=4, recipe="block", learning_rate=0.01)
+        Options.of(
+            {"preset": "nano", "devices": 1, "seq_len": 16, "batch": 4, "recipe": "block", "learning_rate": 0.01}
+        )
     )
     learner, windows = _step.build_learner(plan, *plan.models), drawn(rng, 1, 4, 17)
     state = learner.init(jax.random.key(0))

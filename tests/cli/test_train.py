@@ -20,7 +20,7 @@ import pytest
 from runs import losses, records, without_last_checkpoint
 
 from te_jax import hlo, native
-from te_jax.cli import _plan, _statistics, _step
+from te_jax.cli import _config, _plan, _statistics, _step
 from te_jax.cli._options import Options
 from te_jax.cli._run_folder import read_header
 from te_jax.cli._text import Tokens
@@ -154,7 +154,7 @@ def _presets_and_text(tmp_path_factory):
         patch.setitem(PRESETS, "small", PRESETS["nano"])  # of two layers
         patch.setitem(PRESETS, "nano", dataclasses.replace(PRESETS["nano"], num_layers=1))
         patch.setitem(PRESETS, "moe", dataclasses.replace(PRESETS["nano"], experts=experts))
-        patch.setattr(_plan, "OFFLOAD_MIN_SIZE", 1)
+        patch.setattr(_config, "OFFLOAD_MIN_SIZE", 1)
         patch.chdir(root)
         yield
 
@@ -295,7 +295,9 @@ def test_experts_have_a_load_and_their_balance_is_no_part_of_the_loss(trained):
 
 def test_a_step_moves_no_parameters_between_devices(require_devices):
     require_devices(2)
-    plan, _ = _plan.decide(Options(preset="nano", devices=2, tp=2, seq_len=32, batch=4, dtype="float32"))
+    plan, _ = _plan.decide(
+        Options.of({"preset": "nano", "devices": 2, "tp": 2, "seq_len": 32, "batch": 4, "dtype": "float32"})
+    )
     learner = _step.build_learner(plan, *plan.models)
     windows = Tokens(jax.ShapeDtypeStruct((1, 4, 33), np.uint8, sharding=plan.placement.windows))
     hlo.assert_no_resharding(learner.step, learner.abstract_state(), windows, allowed=("all-reduce",))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from te_jax.cli import _options, _plan, bench, main
+from te_jax.cli import _config, _options, bench, main
 from te_jax.cli.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def check_te_jax(words, folder):
         if args.from_ is not None:
             (folder / "config.json").write_text(json.dumps(_HF_CONFIG))
             args.from_ = str(folder)
-        _plan.build_config(_options.resolve(args, None))
+        _config.build_config(_options.resolve(args, None))
     if words[0] == "bench" and args.family is not None:
         assert bench._family(args.family) is not None
 
