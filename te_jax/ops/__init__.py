@@ -9,6 +9,8 @@ from te_jax.ops.gemm import GemmResult, gemm
 from te_jax.ops.grouped_dense import grouped_dense
 from te_jax.ops.grouped_gemm import grouped_gemm, ragged_dot
 from te_jax.ops.linear_cross_entropy import linear_cross_entropy
+from te_jax.ops.linear_divergence import linear_divergence
+from te_jax.ops.linear_log_probs import linear_log_probs, linear_token_loss
 from te_jax.ops.norm import layer_norm, rms_norm
 from te_jax.ops.permute import Permutation, group_by_expert, permute, permute_weights, unpermute
 from te_jax.ops.quantize import quantize
@@ -43,6 +45,9 @@ __all__ = [
     "grouped_gemm",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_divergence",
+    "linear_log_probs",
+    "linear_token_loss",
     "load_balancing_loss",
     "permute",
     "permute_weights",

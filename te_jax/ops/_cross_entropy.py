@@ -80,12 +80,12 @@ class Loss(CrossEntropy):
         }
 
 
-def validate_labels(name: str, shape: tuple[int, ...], labels: Array, reduction: str) -> None:
+def validate_labels(name: str, shape: tuple[int, ...], labels: Array, reduction: str, named: str = "labels") -> None:
     """Checks labels and reduction for rows of the given shape, those of the argument `name`."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"labels have dtype {labels.dtype}; they must be integers, one for each row of {name}")
+        raise ValueError(f"{named} have dtype {labels.dtype}; they must be integers, one for each row of {name}")
     if labels.shape != shape[:-1]:
-        raise ValueError(f"labels have shape {labels.shape}; for {name} of shape {shape} they must have {shape[:-1]}")
+        raise ValueError(f"{named} have shape {labels.shape}; for {name} of shape {shape} they must have {shape[:-1]}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
 

@@ -275,6 +275,136 @@ MEAN_LINEAR_CROSS_ENTROPY = Operation(
 )
 
 
+# ---------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def policy_gradient(log_prob, entropy, before, advantage):
+    ratio = jnp.exp(log_prob - before)
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage) - 0.1 * entropy
+
+
+def log_probs_of(logits, tokens, temperature=1.0):
+    """Log-probabilities and entropies."""
+    log_p = jax.nn.log_softmax(logits / temperature, axis=-1)
+    log_prob = jnp.take_along_axis(log_p, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return tuple(jnp.where(tokens == -100, 0.0, each) for each in (log_prob, entropy))
+
+
+def draw_policy(rng, dtype="float32"):
+    operands = draw_head(rng, dtype)
+    operands["tokens"] = operands.pop("labels")
+    return operands
+
+
+def draw_policy_loss(rng, dtype="float32"):
+    log_probs = -4.0 + 0.1 * rng.standard_normal(ROWS)
+    return {**draw_policy(rng, dtype), "arrays": (jnp.asarray(log_probs, jnp.float32), normal(rng, *ROWS))}
+
+
+def policy_loss(x, kernel, tokens, arrays, **options):
+    loss = functools.partial(ops.linear_token_loss, entropy=True, chunk_tokens=5)
+    return loss(x, kernel, tokens, policy_gradient, *arrays, **options)
+
+
+def policy_loss_oracle(x, kernel, tokens, arrays):
+    values = policy_gradient(*log_probs_of(x @ kernel, tokens), *arrays)
+    return jnp.sum(jnp.where(tokens == -100, 0.0, values)) / jnp.sum(tokens != -100).astype(values.dtype)
+
+
+_BY_TOKENS = {"x": P("data"), "tokens": P("data")}
+_ROW_SUMS = {"all-reduce": 6 * math.prod(ROWS) + 8}
+_PAIR = {"differentiable": ("x", "kernel"), "refuses": {"native": "use implementation='reference'"}}
+
+LINEAR_LOG_PROBS = Operation(
+    name="linear_log_probs",
+    draw=draw_policy,
+    call=functools.partial(ops.linear_log_probs, entropy=True, temperature=0.7, chunk_tokens=5),
+    oracle=lambda x, kernel, tokens: log_probs_of(x @ kernel, tokens, 0.7),
+    dtypes=("float32", "float32"),
+    layouts={
+        "tokens": Layout(
+            _BY_TOKENS, P("data"), (("all-reduce", _DKERNEL),), small=_ROW_SUMS, options={}, own=("data",)
+        ),
+        "vocabulary": Layout(
+            {"kernel": P(None, "model")}, P(), (("all-reduce", _DX),), small=_ROW_SUMS, options={"vocab_axis": "model"}
+        ),
+    },
+    **_PAIR,
+)
+
+LOG_PROBS_BY_KERNELS = dataclasses.replace(
+    LINEAR_LOG_PROBS,
+    name="linear_log_probs by kernels",
+    call=functools.partial(ops.linear_log_probs, chunk_tokens=5),
+    oracle=lambda x, kernel, tokens: log_probs_of(x @ kernel, tokens)[0],
+    dtypes=("float32",),
+    variant=True,
+)
+
+LINEAR_TOKEN_LOSS = Operation(
+    name="linear_token_loss",
+    draw=draw_policy_loss,
+    call=policy_loss,
+    oracle=policy_loss_oracle,
+    dtypes=("float32",),
+    layouts={
+        "tokens": Layout(
+            {**_BY_TOKENS, "arrays": P("data")},
+            collectives=(("all-reduce", _DKERNEL),),
+            small=_ROW_SUMS,
+        ),
+        "vocabulary": Layout(
+            {"kernel": P(None, "model")},
+            collectives=(("all-reduce", _DX),),
+            small=_ROW_SUMS,
+            options={"vocab_axis": "model"},
+        ),
+    },
+    without={"derivatives_that_are_not_defined": "gradients are ready before the cotangent, and linear in it"},
+    **{**_PAIR, "differentiable": ("x", "kernel", "arrays")},
+)
+
+
+def draw_distillation(rng, dtype="float32"):
+    teacher = {"teacher_x": normal(rng, *ROWS, 8), "teacher_kernel": normal(rng, 8, VOCABULARY)}
+    operands = draw_head(rng, dtype)
+    weight = jnp.where(operands.pop("labels") == -100, 0.0, 1.5)
+    return {**operands, **teacher, "weight": weight}
+
+
+def divergence_oracle(x, kernel, teacher_x, teacher_kernel, weight):
+    log_p, log_q = (jax.nn.log_softmax(a @ b / 0.7, axis=-1) for a, b in ((x, kernel), (teacher_x, teacher_kernel)))
+    log_m = jnp.log(0.3 * jnp.exp(log_q) + 0.7 * jnp.exp(log_p))
+    pairs = (0.3, log_q), (0.7, log_p)
+    terms = sum(share * jnp.sum(jnp.exp(each) * (each - log_m), axis=-1) for share, each in pairs)
+    return jnp.sum(terms * weight) / jnp.sum(weight)
+
+
+LINEAR_DIVERGENCE = Operation(
+    name="linear_divergence",
+    draw=draw_distillation,
+    call=functools.partial(ops.linear_divergence, kind="jensen_shannon", beta=0.3, temperature=0.7, chunk_tokens=5),
+    oracle=divergence_oracle,
+    dtypes=("float32",),
+    layouts={
+        "tokens": Layout(
+            {"x": P("data"), "teacher_x": P("data"), "weight": P("data")},
+            collectives=(("all-reduce", _DKERNEL),),
+            small=_ROW_SUMS,
+        ),
+        "vocabulary": Layout(
+            {"kernel": P(None, "model"), "teacher_kernel": P(None, "model")},
+            collectives=(("all-reduce", _DX),),
+            small=_ROW_SUMS,
+            options={"vocab_axis": "model"},
+        ),
+    },
+    without={"derivatives_that_are_not_defined": "gradients are ready before the cotangent, and linear in it"},
+    **_PAIR,
+)
+
+
 # ------------------------------------------------------------------------------------------------------------ attention
 
 SEQUENCES, TIME, HEADS, HEAD_DIM = 4, 16, 4, 8
@@ -1388,6 +1518,10 @@ OPERATIONS = [
     MEAN_CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
     MEAN_LINEAR_CROSS_ENTROPY,
+    LINEAR_LOG_PROBS,
+    LOG_PROBS_BY_KERNELS,
+    LINEAR_TOKEN_LOSS,
+    LINEAR_DIVERGENCE,
     attention("grouped, causal", 2, options={"causal": True}),
     attention(
         "window, bias, sinks, lengths, lse",

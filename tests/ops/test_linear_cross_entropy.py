@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
 from te_jax.ops import CrossEntropy
-from te_jax.ops._linear_cross_entropy import chunk_tokens
+from te_jax.ops.head.chunks import chunk_tokens
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 

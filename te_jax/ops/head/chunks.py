@@ -1,4 +1,4 @@
-"""The output head and its cross-entropy, a chunk of tokens at a time: losses, and the gradients that are asked for."""
+"""An output head and what is computed from its logits, a chunk of tokens at a time, with the gradients asked for."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from jax import Array, lax
 from te_jax import sharding
 from te_jax._core import observe
 from te_jax.ops import _cross_entropy
-from te_jax.ops._cross_entropy import IGNORED, Loss, where_counted
+from te_jax.ops._cross_entropy import IGNORED
 from te_jax.ops._quantize_kernels import Request, shared_facts
+from te_jax.ops.head.rows import Head, LogitsGradient
 from te_jax.ops.linear.accumulator import validate_accumulated
-from te_jax.ops.linear.codec import Codec
 from te_jax.ops.linear.compared import compared
-from te_jax.ops.linear.local import LocalProducts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product, Role
 
@@ -41,41 +40,6 @@ _ALIGNMENT = 16
 """Columns of 16-bit logits: GEMMs of other widths are slow, and FP8 has none."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """The static arguments, together: hashable, so that a head is traced once."""
-
-    loss: Loss
-    layer: LocalProducts
-    chunk_tokens: int | None
-
-    @property
-    def kernel_dimensions(self) -> str:
-        return "h v" if self.layer.kernel_contracting == "first" else "v h"
-
-    @property
-    def vocab_axis(self) -> int:
-        return 1 if self.layer.kernel_contracting == "first" else 0
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether native kernels compute what is no product."""
-        return self.layer.codecs[0].by_kernels
-
-    @property
-    def codec(self) -> Codec | None:
-        """Codec of the products in FP8, if there are any."""
-        return next((codec for codec in self.layer.codecs if codec.in_fp8), None)
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether tokens are taken in chunks, by rules of derivatives of its own."""
-        return self.by_kernels or self.codec is not None
-
-    def in_fp8(self, product: Product) -> bool:
-        return self.layer.codec(product).in_fp8
-
-
 # ----------------------------------------------------------------------------------------------------------- all chunks
 
 
@@ -87,14 +51,21 @@ class Wanted:
     kernel: bool = False
     bias: bool = False
     accumulator: bool = False
+    rows: bool = False
+    """The derivatives by `Rows.derived`, which come with any gradient."""
 
     @classmethod
-    def of(cls, x: Any, kernel: Any, bias: Any, accumulator: Any) -> Wanted:
+    def of(cls, x: Any, kernel: Any, bias: Any, accumulator: Any, rows: Any) -> Wanted:
         """From operands as custom_vjp hands them over with symbolic_zeros."""
         if accumulator is not None:
             validate_accumulated(kernel.perturbed, accumulator.perturbed)
-        perturbed = [a is not None and a.perturbed for a in (x, kernel, bias, accumulator)]
-        return cls(perturbed[0], perturbed[1] and accumulator is None, *perturbed[2:])
+        return cls(
+            x=x.perturbed,
+            kernel=kernel.perturbed and accumulator is None,
+            bias=bias is not None and bias.perturbed,
+            accumulator=accumulator is not None and accumulator.perturbed,
+            rows=any(each.perturbed for name, each in rows.items() if name != "factor"),
+        )
 
     def as_shapes(self) -> list[Array]:
         """As residuals, whose structure must not depend on it."""
@@ -102,7 +73,11 @@ class Wanted:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(self) if getattr(self, field.name))
+        return tuple(name for name in Gradients._fields if getattr(self, name))
+
+    @property
+    def anything(self) -> bool:
+        return any(dataclasses.astuple(self))
 
 
 class Gradients(NamedTuple):
@@ -115,31 +90,45 @@ class Gradients(NamedTuple):
 
 
 class Found(NamedTuple):
-    losses: Array
-    lse: Array
+    """Attributes:
+    values: of `Rows.values`.
+    of_rows: derivatives by `Rows.derived`, where anything is differentiated.
+    gradients: those that are asked for.
+    """
+
+    values: tuple[Array, Array]
+    of_rows: dict[str, Array]
     gradients: Gradients
 
 
-def run(head: Head, wanted: Wanted, x, kernel, bias, accumulator, codes, factor=None, lse=None) -> Found:
-    """Losses, lse and the gradients of Σ factor · loss. Given lse, losses are not computed, and are lse."""
+def run(head: Head, wanted: Wanted, x, kernel, bias, accumulator, rows: Mapping[str, Array]) -> Found:
+    """What the rows of logits give, and the gradients of Σ factor · the first number.
+
+    Args:
+      head: the static arguments.
+      wanted: which gradients.
+      x, kernel, bias, accumulator: as in `linear_cross_entropy`.
+      rows: operands of each token [*batch, ...] by name, with `codes` and, where something is differentiated, `factor`;
+        `fixed_kernel` is that of another head, split as kernel is.
+    """
     operands = {
         "x": x,
         "kernel": kernel,
-        "codes": codes,
         "bias": bias,
-        "factor": factor if wanted.names else None,
-        "lse": lse,
         "accumulator": accumulator if wanted.accumulator else None,
+        **{name: a for name, a in rows.items() if name != "factor" or wanted.anything},
     }
     names = tuple(name for name, a in operands.items() if a is not None)
     call: Any = _per_shard(head, wanted, names, x.ndim - 1)
-    if observe.requested() is not None and head.codec is not None and not head.loss.vocab_axis:
+    vocab_axis = head.rows.vocab_axis
+    if observe.requested() is not None and head.codec is not None and not vocab_axis:
         call = call.observable
-    axes = {"v": head.loss.vocab_axis} if head.loss.vocab_axis else None
-    options = {} if axes is None else {"axes": axes}
-    losses, lse, *gradients = call(*(operands[name] for name in names), **options)
-    named = dict(zip(wanted.names, gradients, strict=True))
-    return Found(losses, lse, Gradients(*(named.get(field) for field in Gradients._fields)))
+    options = {"axes": {"v": vocab_axis}} if vocab_axis else {}
+    first, second, *others = call(*(operands[name] for name in names), **options)
+    derived = head.rows.derived if wanted.anything else ()
+    named = dict(zip((*derived, *wanted.names), others, strict=True))
+    gradients = Gradients(*(named.get(field) for field in Gradients._fields))
+    return Found((first, second), {name: named[name] for name in derived}, gradients)
 
 
 @functools.cache
@@ -151,13 +140,16 @@ def _per_shard(head: Head, wanted: Wanted, names: tuple[str, ...], batch_ndim: i
         "kernel": f"... {head.kernel_dimensions}",
         "bias": "... v",
         "accumulator": f"... {head.kernel_dimensions}",
+        "fixed_x": f"{tokens} g",
+        "fixed_kernel": f"... {head.kernel_dimensions.replace('h', 'g')}",
     }
-    results = [tokens, tokens, *(terms[name] for name in wanted.names)]
+    derived = [tokens] * len(head.rows.derived if wanted.anything else ())
+    results = [tokens, tokens, *derived, *(terms[name] for name in wanted.names)]
 
     @sharding.per_shard(
         f"{', '.join(terms.get(name, tokens) for name in names)} -> {', '.join(results)}",
         axes_of=(*batch, "v"),
-        replicated=("h",),
+        replicated=("h", *("g" for name in names if name == "fixed_x")),
     )
     def local(*operands: Array, axes: Mapping[str, Sequence[str]]) -> tuple[Array, ...]:
         token_axes = tuple(axis for factor in batch for axis in axes.get(factor, ()))
@@ -170,17 +162,17 @@ def _per_shard(head: Head, wanted: Wanted, names: tuple[str, ...], batch_ndim: i
 
 
 def _run_locally(head: Head, wanted: Wanted, token_axes, vocab_axes, operands: dict[str, Array]) -> tuple[Array, ...]:
-    """(losses, lse, *gradients) on one device's arrays, without more batch dimensions than x has."""
-    x, kernel, accumulator = operands["x"], operands["kernel"], operands.get("accumulator")
+    """What `run` returns, on one device's arrays, without more batch dimensions than x has."""
+    x, accumulator = operands["x"], operands.get("accumulator")
     batch, axis, vocab = x.shape[:-1], head.vocab_axis, operands["kernel"].shape[head.vocab_axis]
     alone = not token_axes  # what devices have is not added up
-    chunks = _Chunks(head, wanted, vocab_axes, kernel, operands.get("bias"), accumulator if alone else None, x.dtype)
-    pieces = {
-        name: operands[name].reshape(-1, *operands[name].shape[len(batch) :]) for name in _PER_TOKEN & set(operands)
-    }
+    chunks = Chunks(head, wanted, vocab_axes, operands, accumulator if alone else None)
+    pieces = {name: a.reshape(-1, *a.shape[len(batch) :]) for name, a in operands.items() if name not in _OF_ALL_TOKENS}
 
     tokens = math.prod(batch)
-    rows = head.chunk_tokens or chunk_tokens(tokens, vocab + chunks.padding, x.dtype.itemsize, head.codec is not None)
+    rows = head.chunk_tokens or chunk_tokens(
+        tokens, head.rows.heads * (vocab + chunks.padding), x.dtype.itemsize, head.codec is not None
+    )
     more = max(0, -(-tokens // rows) - 1)
     first = tokens - more * rows
     totals, per_token = chunks.step(
@@ -189,7 +181,7 @@ def _run_locally(head: Head, wanted: Wanted, token_axes, vocab_axes, operands: d
         first=True,
     )
     rest = {name: a[first:].reshape(more, rows, *a.shape[1:]) for name, a in pieces.items()}
-    if more > _MOST_UNROLLED or (more and not wanted.names):
+    if more > _MOST_UNROLLED or (more and not wanted.anything):
         totals, per_chunk = lax.scan(chunks.step, totals, rest)
         per_token = [
             jnp.concatenate([a, b.reshape(-1, *b.shape[2:])]) for a, b in zip(per_token, per_chunk, strict=True)
@@ -223,10 +215,10 @@ def _run_locally(head: Head, wanted: Wanted, token_axes, vocab_axes, operands: d
         else:  # the buffer is written over: an argument that is not mentioned at all would not be donated
             following = lax.dynamic_update_slice(accumulator, dkernel.astype(accumulator.dtype), (0, 0))
     gradients = {"x": per_token[-1], "kernel": dkernel, "bias": dbias, "accumulator": following}
-    return *per_token[:2], *(gradients[name] for name in wanted.names)
+    return *per_token[: len(per_token) - wanted.x], *(gradients[name] for name in wanted.names)
 
 
-_PER_TOKEN = {"x", "codes", "factor", "lse"}
+_OF_ALL_TOKENS = {"kernel", "bias", "accumulator", "fixed_kernel"}
 
 
 def chunk_tokens(tokens: int, vocab: int, itemsize: int, in_fp8: bool) -> int:
@@ -237,7 +229,7 @@ def chunk_tokens(tokens: int, vocab: int, itemsize: int, in_fp8: bool) -> int:
 
 
 class _Totals(NamedTuple):
-    """Sums over chunks: of the gradients of kernel and bias, padded as `_Chunks` says, and the accumulator with that
+    """Sums over chunks: of the gradients of kernel and bias, padded as `Chunks` says, and the accumulator with that
     of kernel. None for none so far."""
 
     kernel: Any
@@ -248,7 +240,7 @@ class _Totals(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ one chunk
 
 
-class _Chunks:
+class Chunks:
     """Data that all chunks share: the kernel as products read it, and how a chunk is computed.
 
     `padding` columns of zeros follow the kernel, whose logits do not count. With `in_place` products add to the
@@ -256,15 +248,9 @@ class _Chunks:
     """
 
     def __init__(
-        self,
-        head: Head,
-        wanted: Wanted,
-        vocab_axes,
-        kernel: Array,
-        bias: Array | None,
-        accumulator: Array | None,
-        dtype: Any,
+        self, head: Head, wanted: Wanted, vocab_axes, operands: Mapping[str, Array], accumulator: Array | None
     ):
+        kernel, bias, dtype = operands["kernel"], operands.get("bias"), operands["x"].dtype
         axis, vocab = head.vocab_axis, kernel.shape[head.vocab_axis]
         self.head, self.wanted, self.vocab_axes, self.dtype = head, wanted, vocab_axes, dtype
         self.padding = -vocab % _ALIGNMENT if dtype.itemsize == 2 or head.codec else 0
@@ -273,14 +259,16 @@ class _Chunks:
         # The whole vocabulary: Auto and Explicit axes split it, or those of vocab_axis.
         self.vocab = vocab * (lax.axis_size(vocab_axes) if vocab_axes else 1)
         self.links = observe.links_of([kernel] if head.codec else [])
-        kernel, bias = kernel.astype(dtype), None if bias is None else bias.astype(dtype)
-        if self.padding:
-            kernel = jnp.pad(kernel, [(0, self.padding if i == axis else 0) for i in range(2)])
-            bias = None if bias is None else jnp.pad(bias, (0, self.padding))
-        self.kernel, self.bias = kernel, bias
+        self.kernel, self.bias = self._padded(kernel, axis), None if bias is None else self._padded(bias, 0)
+        fixed = operands.get("fixed_kernel")
+        self.fixed_kernel = None if fixed is None else self._padded(fixed, axis)
         self.kernel8: Any = None
         if self._in_fp8("forward") or self._in_fp8("dgrad"):
-            self.kernel8 = self._quantized("kernel", kernel, self._in_fp8("forward"), self._in_fp8("dgrad"))
+            self.kernel8 = self._quantized("kernel", self.kernel, self._in_fp8("forward"), self._in_fp8("dgrad"))
+
+    def _padded(self, a: Array, axis: int) -> Array:
+        a = a.astype(self.dtype)
+        return jnp.pad(a, [(0, self.padding if i == axis else 0) for i in range(a.ndim)]) if self.padding else a
 
     def _quantized(self, role: Role, x: Array, first_copy: bool, second_copy: bool) -> QuantizedArray:
         layer, codec = self.head.layer, self.head.codec
@@ -302,56 +290,50 @@ class _Chunks:
         return compared(product, "linear_cross_entropy", value, plain(), self.links, 1) if self._compares else value
 
     def step(self, totals: _Totals, piece: dict[str, Array], *, first: bool = False):
-        """Totals with those of a chunk, and for its tokens [losses, lse], and dx where it is asked for."""
-        head, loss, codes, lse = self.head, self.head.loss, piece["codes"], piece.get("lse")
-        x = jnp.where(codes[:, None] == IGNORED, jnp.zeros((), self.dtype), piece["x"])  # 0 · NaN would reach dkernel
+        """Totals with those of a chunk, and for its tokens what `run` returns, the last of it dx if it is asked for."""
+        rows = self.head.rows
+        x = jnp.where(piece["codes"][:, None] == IGNORED, jnp.zeros((), self.dtype), piece["x"])  # or dkernel: 0 · NaN
         logits = self._logits(x)
-        if not self.wanted.names:
-            return totals, self._losses(codes, self._statistics(logits, codes))
-        columns = _cross_entropy.local_codes(codes, self._local_vocab, self.vocab_axes) if self.vocab_axes else codes
-        attributes: Any = loss.gradient_attributes(self.vocab) | {"softcap": loss.softcap, "padding": self.padding}
-        weight = where_counted(codes, piece["factor"])
-        statistics, dlogits8 = None, None
-        if lse is None and head.codec is None and not self.vocab_axes:
-            with_total = loss.label_smoothing > 0.0
-            *statistics, dlogits = _cross_entropy.statistics_and_gradient(
-                logits, codes, weight, with_total=with_total, **attributes
-            )
-            losses = self._losses(codes, statistics)
-        else:
-            if lse is None:
-                statistics = self._statistics(logits, codes)
-                lse = statistics[0]
-            dlogits, dlogits8 = self._gradient(logits, columns, lse, weight, attributes)
-            losses = [lse, lse] if statistics is None else self._losses(codes, statistics)
-        dx, totals = self._products(totals, x, dlogits, dlogits8, first)
-        return totals, [*losses, *([dx] if self.wanted.x else [])]
+        if not self.wanted.anything:
+            return totals, rows.values(self, logits, piece)
+        values, gradient = rows.differentiated(self, logits, piece)
+        dx, totals = self._products(totals, x, *gradient, first)
+        return totals, [*values, *([dx] if self.wanted.x else [])]
 
     def summed(self, dx: Array) -> Array:
         """dx of all shards of the vocabulary. Inside shard_map JAX, or the user, adds up."""
-        return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.loss.vocab_axis else dx
+        return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.rows.vocab_axis else dx
 
-    def _gradient(self, logits: Array, columns: Array, lse: Array, weight: Array, attributes: dict[str, Any]):
-        """The gradient of the logits, as it is and in FP8, as far as products read it."""
-        head, wanted, codec = self.head, self.wanted, self.head.codec
+    def gradient_of_labels(
+        self, logits: Array, codes: Array, lse: Array, weight: Array, attributes: dict[str, Any]
+    ) -> LogitsGradient:
+        """The gradient of Σ weight · loss."""
+        head, codec = self.head, self.head.codec
+        columns = _cross_entropy.local_codes(codes, self.local_vocab, self.vocab_axes) if self.vocab_axes else codes
+        operands = logits, columns, lse, weight
         if codec is None:
-            return _cross_entropy.logits_gradient(logits, columns, lse, weight, axes={}, **attributes)[0], None
+            return LogitsGradient(
+                _cross_entropy.logits_gradient(*operands, axes={}, use_native=head.by_kernels, **attributes)[0], None
+            )
         for_dgrad, for_wgrad = self._in_fp8("dgrad"), self._in_fp8("wgrad")
         copies: Any = "both" if for_dgrad and for_wgrad else "data" if for_dgrad else "transposed"
-        as_it_is = self.links or wanted.bias or for_dgrad != wanted.x or for_wgrad != self.with_wgrad
+        as_it_is = self.links or self.wanted.bias or for_dgrad != self.wanted.x or for_wgrad != self.with_wgrad
         quantization = codec.quantization("gradient", head.layer.kernel_contracting)
         request = Request(quantization, 1, copies, (), (), with_amax=False, with_dbias=False)
         if not as_it_is and head.by_kernels and shared_facts(request).in_blocks:
-            return None, _cross_entropy.quantized_gradient(logits, columns, lse, weight, request, **attributes)
-        (plain,) = _cross_entropy.logits_gradient(
-            logits, columns, lse, weight, axes={}, use_native=head.by_kernels, **attributes
-        )
+            return LogitsGradient(None, _cross_entropy.quantized_gradient(*operands, request, **attributes))
+        (plain,) = _cross_entropy.logits_gradient(*operands, axes={}, use_native=head.by_kernels, **attributes)
+        return self.quantized_gradient(plain)
+
+    def quantized_gradient(self, plain: Array) -> LogitsGradient:
+        """A gradient of the logits, as products read it."""
+        for_dgrad, for_wgrad = self._in_fp8("dgrad"), self._in_fp8("wgrad")
         if not (for_dgrad or for_wgrad):
-            return plain, None
-        return plain, self._quantized("gradient", plain, for_dgrad, for_wgrad)
+            return LogitsGradient(plain, None)
+        return LogitsGradient(plain, self._quantized("gradient", plain, for_dgrad, for_wgrad))
 
     @property
-    def _local_vocab(self) -> int:
+    def local_vocab(self) -> int:
         return self.kernel.shape[self.head.vocab_axis] - self.padding
 
     def _logits(self, x: Array) -> Array:
@@ -362,23 +344,25 @@ class _Chunks:
             return self._compared("forward", logits, functools.partial(self._plain_logits, x))
         return self._plain_logits(x)
 
+    def product(self, x: Array, kernel: Array) -> Array:
+        """x · kernel, not in FP8."""
+        return _dot(x, kernel, (1, 1 - self.head.vocab_axis), self.dtype)
+
     def _plain_logits(self, x: Array) -> Array:
-        logits = _dot(x, self.kernel, (1, 1 - self.head.vocab_axis), self.dtype)
+        logits = self.product(x, self.kernel)
         return logits if self.bias is None else logits + self.bias[None, :]
 
-    def _statistics(self, logits: Array, codes: Array) -> tuple[Array, ...]:
+    def statistics(self, logits: Array, codes: Array, softcap: float, *, with_total: bool = False) -> tuple[Array, ...]:
+        """(lse, z[code], Σz) of each row, over all shards of the vocabulary."""
         return _cross_entropy.row_statistics(
             logits,
             codes,
-            with_total=self.head.loss.label_smoothing > 0.0,
-            softcap=self.head.loss.softcap,
+            with_total=with_total,
+            softcap=softcap,
             padding=self.padding,
             use_native=self.head.by_kernels,
             axes={"v": self.vocab_axes} if self.vocab_axes else {},
         )
-
-    def _losses(self, codes: Array, statistics: Sequence[Array]) -> list[Array]:
-        return [self.head.loss.of_rows(codes, statistics, self.vocab), statistics[0]]
 
     def _products(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool):
         """dx of a chunk, and the totals."""
