@@ -25,6 +25,7 @@ from te_jax.ops.router import (
 from te_jax.ops.softmax_cross_entropy import softmax_cross_entropy
 from te_jax.reference.activation import Activation
 from te_jax.reference.softmax_cross_entropy import CrossEntropy
+from te_jax.reference.token_distributions import Softmax
 
 __all__ = [
     "Activation",
@@ -32,6 +33,7 @@ __all__ = [
     "GemmResult",
     "Permutation",
     "Routing",
+    "Softmax",
     "activation",
     "attention",
     "dense",

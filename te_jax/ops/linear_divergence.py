@@ -12,17 +12,16 @@ from jax import Array, lax
 
 from te_jax import native, sharding
 from te_jax._core.arguments import is_finite_number
-from te_jax.ops._cross_entropy import IGNORED, Loss, Reduction
-from te_jax.ops.head.arguments import HeadOperands, differentiated_once, head_of, validate_accumulated_with
+from te_jax.ops._cross_entropy import IGNORED, Reduction
+from te_jax.ops.head.arguments import HeadOperands, differentiated_once, head_of
 from te_jax.ops.head.derivatives import per_token, total
 from te_jax.ops.head.rows import Head
 from te_jax.ops.head.tokens import Distance, Divergence
 from te_jax.ops.linear.arguments import KernelContracting
-from te_jax.ops.linear_log_probs import all_logits, validate_temperature
+from te_jax.ops.linear_log_probs import all_logits, split_of
 from te_jax.ops.operands import as_array
 from te_jax.recipe import Product, Recipe
-from te_jax.reference.softmax_cross_entropy import CrossEntropy
-from te_jax.reference.token_distributions import divergence
+from te_jax.reference.token_distributions import Softmax, divergence
 from te_jax.sharding import AxisName
 
 
@@ -34,23 +33,20 @@ def linear_divergence(
     *,
     kind: Divergence = "forward",
     beta: float = 0.5,
-    temperature: float = 1.0,
+    softmax: Softmax = Softmax(),
     weight: jax.typing.ArrayLike | None = None,
     reduction: Reduction = "mean",
-    logit_softcap: float | None = None,
     bias: jax.typing.ArrayLike | None = None,
     kernel_contracting: KernelContracting = "first",
     recipe: Recipe | None = None,
     fp8_products: Collection[Product] = ("dgrad", "wgrad"),
     chunk_tokens: int | None = None,
-    wgrad_accumulator: jax.typing.ArrayLike | None = None,
-    accumulate: bool = True,
     vocab_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array:
     r"""How far a student's distribution over the vocabulary is from a teacher's, for distillation.
 
-    With p = softmax(x · kernel / temperature) the student's and q the teacher's:
+    With p = softmax(x · kernel + bias) the student's and q = softmax(teacher_x · teacher_kernel) the teacher's:
 
         forward         KL(q ‖ p) = Σ q (log q - log p)
         reverse         KL(p ‖ q)
@@ -66,12 +62,12 @@ def linear_divergence(
       teacher_kernel: [width, vocab], or [vocab, width], as kernel_contracting says.
       kind: see above.
       beta: above 0 and below 1, for "jensen_shannon".
-      temperature: of both, above 0. Gradients fall with its square, by which Hinton et al. multiply the loss.
+      softmax: temperature and soft cap of both heads. Gradients fall with the temperature's square, by which Hinton et
+        al. multiply the loss.
       weight: float32 [*batch], or None for ones: factors of the tokens. Those of weight 0 are not read.
       reduction: "mean" over the tokens, that is the sum over that of the weights, "sum", or "none" for [*batch].
-      logit_softcap: of both heads; None for none.
-      bias, kernel_contracting, recipe, fp8_products, chunk_tokens, wgrad_accumulator, accumulate, vocab_axis,
-        implementation: of the student's head, as in `linear_cross_entropy`. With vocab_axis both kernels are split.
+      bias, kernel_contracting, recipe, fp8_products, chunk_tokens, vocab_axis, implementation: of the student's head,
+        as in `linear_cross_entropy`. With vocab_axis both kernels are split.
 
     Returns:
       float32 scalar in nats, or [*batch] for reduction="none". weight has no gradient.
@@ -94,7 +90,7 @@ def linear_divergence(
       (1.12, -0.56)
     """
     weight = None if weight is None else as_array("weight", weight)
-    operands = HeadOperands.of(x, kernel, bias, wgrad_accumulator, kernel_contracting=kernel_contracting, weight=weight)
+    operands = HeadOperands.of(x, kernel, bias, kernel_contracting=kernel_contracting, weight=weight)
     weight = jnp.ones(operands.x.shape[:-1], jnp.float32) if weight is None else weight.astype(jnp.float32)
     teacher = HeadOperands.of(teacher_x, teacher_kernel, kernel_contracting=kernel_contracting, whose="teacher_")[:2]
     _validate_teacher(*teacher, operands, kernel_contracting)
@@ -104,29 +100,20 @@ def linear_divergence(
         raise ValueError(f"kind is {kind!r}; it must be one of {get_args(Divergence)}")
     if not is_finite_number(beta) or not 0 < beta < 1:
         raise ValueError(f"beta is {beta!r}; it must be a number above 0 and below 1")
-    validate_temperature(temperature)
-    validate_accumulated_with(operands, weight, *teacher)
-    loss = Loss.of(CrossEntropy(logit_softcap=logit_softcap), vocab_axis)
+    axes = split_of(softmax, vocab_axis).vocab_axis
     head = head_of(
         "te_jax.ops.linear_divergence",
-        Distance(
-            vocab_axis=loss.vocab_axis,
-            kind=kind,
-            beta=float(beta),
-            temperature=float(temperature),
-            softcap=loss.softcap,
-        ),
+        Distance(vocab_axis=axes, kind=kind, beta=float(beta), softmax=softmax),
         operands,
         kernel_contracting=kernel_contracting,
         recipe=recipe,
         fp8_products=fp8_products,
         chunk_tokens=chunk_tokens,
-        accumulate=accumulate,
         implementation=implementation,
     )
     if head.in_chunks:
         operands = differentiated_once(head.layer.name, operands)
-    return _linear_divergence(*operands, *lax.stop_gradient((*teacher, weight)), head, reduction)
+    return _linear_divergence(*operands[:3], *lax.stop_gradient((*teacher, weight)), head, reduction)
 
 
 def _validate_teacher(x: Array, kernel: Array, operands: HeadOperands, kernel_contracting: KernelContracting) -> None:
@@ -142,34 +129,31 @@ def _validate_teacher(x: Array, kernel: Array, operands: HeadOperands, kernel_co
         )
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8), inline=sharding.INLINE)
-def _linear_divergence(x, kernel, bias, accumulator, teacher_x, teacher_kernel, weight, head: Head, reduction) -> Array:
+@functools.partial(jax.jit, static_argnums=(6, 7), inline=sharding.INLINE)
+def _linear_divergence(x, kernel, bias, teacher_x, teacher_kernel, weight, head: Head, reduction) -> Array:
     rows = cast(Distance, head.rows)
     ignored = weight == 0.0
     count = jnp.sum(weight)
     factor = weight / jnp.where(count == 0.0, 1.0, count) if reduction == "mean" else weight
     if not head.in_chunks:
         x, teacher_x = (jnp.where(ignored[..., None], jnp.zeros((), a.dtype), a) for a in (x, teacher_x))
-        logits = all_logits(x, kernel, bias, accumulator, head)
-        other = all_logits(teacher_x.astype(x.dtype), teacher_kernel, None, None, head)
+        logits = all_logits(x, kernel, bias, head)
+        other = all_logits(teacher_x.astype(x.dtype), teacher_kernel, None, head)
         values = factor * divergence(
             logits,
             other,
             ignored,
             kind=rows.kind,
             beta=rows.beta,
-            temperature=rows.temperature,
-            logit_softcap=rows.softcap or None,
+            softmax=rows.softmax,
             vocab_axis=rows.vocab_axis,
         )
         return values if reduction == "none" else jnp.sum(values)
     varying = sharding.varying_axes(x, kernel, bias, teacher_x, teacher_kernel, weight) - frozenset(rows.vocab_axis)
     codes = sharding.varying_over(jnp.where(ignored, IGNORED, 0), varying)
     factor = sharding.varying_over(sharding.split_as_last(factor, weight), varying)
-    x, kernel, bias, accumulator, teacher_x, teacher_kernel = sharding.varying_together(
-        (x, kernel, bias, accumulator, teacher_x, teacher_kernel)
-    )
+    x, kernel, bias, teacher_x, teacher_kernel = sharding.varying_together((x, kernel, bias, teacher_x, teacher_kernel))
     tokens = {"codes": codes, "fixed_x": teacher_x, "fixed_kernel": teacher_kernel}
     if reduction == "none":
-        return factor * cast(Any, per_token(head, x, kernel, bias, accumulator, tokens))[0]
-    return cast(Any, total(head, x, kernel, bias, accumulator, {**tokens, "factor": factor}))[0]
+        return factor * cast(Any, per_token(head, x, kernel, bias, None, tokens))[0]
+    return cast(Any, total(head, x, kernel, bias, None, {**tokens, "factor": factor}))[0]

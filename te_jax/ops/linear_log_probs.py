@@ -13,10 +13,10 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from te_jax import native, sharding
-from te_jax._core.arguments import as_flag, is_finite_number
+from te_jax._core.arguments import as_flag
 from te_jax.ops import _cross_entropy
 from te_jax.ops._cross_entropy import Loss
-from te_jax.ops.head.arguments import HeadOperands, differentiated_once, head_of, validate_accumulated_with
+from te_jax.ops.head.arguments import HeadOperands, differentiated_once, head_of
 from te_jax.ops.head.derivatives import per_token, total
 from te_jax.ops.head.rows import Head
 from te_jax.ops.head.tokens import LogProbs, TokenLoss
@@ -27,7 +27,7 @@ from te_jax.ops.operands import as_array
 from te_jax.recipe import Product, Recipe
 from te_jax.reference.linear_cross_entropy import without_ignored
 from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals
-from te_jax.reference.token_distributions import log_probs
+from te_jax.reference.token_distributions import Softmax, log_probs
 from te_jax.sharding import AxisName
 
 
@@ -36,21 +36,17 @@ def linear_log_probs(
     kernel: jax.typing.ArrayLike,
     tokens: jax.typing.ArrayLike,
     *,
-    temperature: float = 1.0,
+    softmax: Softmax = Softmax(),
     entropy: bool = False,
-    ignore_index: int = -100,
-    logit_softcap: float | None = None,
     bias: jax.typing.ArrayLike | None = None,
     kernel_contracting: KernelContracting = "first",
     recipe: Recipe | None = None,
     fp8_products: Collection[Product] = ("dgrad", "wgrad"),
     chunk_tokens: int | None = None,
-    wgrad_accumulator: jax.typing.ArrayLike | None = None,
-    accumulate: bool = True,
     vocab_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, Array] | Array:
-    r"""log p(token) of p = softmax((x · kernel + bias) / temperature), without an array of all logits.
+    r"""log p(token) of p = softmax(x · kernel + bias), without an array of all logits.
 
     It takes tokens in chunks, and computes the logits of a chunk again in the backward pass. Where a loss follows from
     these numbers token by token, `linear_token_loss` needs one product less.
@@ -58,13 +54,11 @@ def linear_log_probs(
     Args:
       x: [*batch, in], float32, bfloat16 or float16: the hidden states. Sharded in any way.
       kernel: [in, vocab], or [vocab, in] for kernel_contracting="last"; float32, bfloat16 or float16.
-      tokens: [*batch], any integer dtype, in [0, vocab) or ignore_index.
-      temperature: above 0; known while tracing.
+      tokens: [*batch], any integer dtype, in [0, vocab) or `softmax.ignore_index`.
+      softmax: temperature and soft cap of the logits, and which tokens do not count.
       entropy: return the entropy -Σ p log p of each row, too.
-      ignore_index: of tokens that do not count: their numbers and gradients are 0, their hidden states are not read.
-      logit_softcap: c of logits that are c · tanh(logits / c) before the temperature; None for none.
-      bias, kernel_contracting, recipe, fp8_products, chunk_tokens, wgrad_accumulator, accumulate, vocab_axis,
-        implementation: as in `linear_cross_entropy`.
+      bias, kernel_contracting, recipe, fp8_products, chunk_tokens, vocab_axis, implementation: as in
+        `linear_cross_entropy`.
 
     Returns:
       float32 [*batch], in nats; with entropy a tuple of that and the entropies. Both have gradients.
@@ -81,11 +75,8 @@ def linear_log_probs(
       >>> [round(float(value), 2) for value in (log_probs[0], log_probs[3], entropies[0])]
       [-2.77, 0.0, 2.77]
     """
-    rows = _rows(temperature, logit_softcap, ignore_index, vocab_axis, entropy=as_flag("entropy", entropy))
-    operands = HeadOperands.of(x, kernel, bias, wgrad_accumulator, kernel_contracting=kernel_contracting)
-    tokens = as_array("tokens", tokens)
-    validate_accumulated_with(operands, tokens)
-    _cross_entropy.validate_labels("x", operands.x.shape, tokens, "none", "tokens")
+    rows = _rows(softmax, vocab_axis, entropy=as_flag("entropy", entropy))
+    operands, tokens = _operands(x, kernel, bias, tokens, kernel_contracting)
     head = head_of(
         "te_jax.ops.linear_log_probs",
         rows,
@@ -94,12 +85,11 @@ def linear_log_probs(
         recipe=recipe,
         fp8_products=fp8_products,
         chunk_tokens=chunk_tokens,
-        accumulate=accumulate,
         implementation=implementation,
     )
     if head.in_chunks:
         operands = differentiated_once(head.layer.name, operands)
-    log_probs, entropies = _linear_log_probs(*operands, tokens, head, ignore_index)
+    log_probs, entropies = _linear_log_probs(*operands[:3], tokens, head)
     return (log_probs, entropies) if entropy else log_probs
 
 
@@ -109,19 +99,15 @@ def linear_token_loss(
     tokens: jax.typing.ArrayLike,
     fn: Callable[..., Array],
     *arrays: jax.typing.ArrayLike,
+    softmax: Softmax = Softmax(),
     entropy: bool = False,
     reduction: Literal["mean", "sum"] = "mean",
     return_log_probs: bool = False,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    logit_softcap: float | None = None,
     bias: jax.typing.ArrayLike | None = None,
     kernel_contracting: KernelContracting = "first",
     recipe: Recipe | None = None,
     fp8_products: Collection[Product] = ("dgrad", "wgrad"),
     chunk_tokens: int | None = None,
-    wgrad_accumulator: jax.typing.ArrayLike | None = None,
-    accumulate: bool = True,
     vocab_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
 ) -> tuple[Array, Array] | Array:
@@ -140,8 +126,8 @@ def linear_token_loss(
       entropy: call fn(log p, entropy, *arrays) with the entropy -Σ p log p of each row.
       reduction: "mean" over the tokens that are not ignored (at least 1), or "sum".
       return_log_probs: return the log-probabilities, too; they have no gradient.
-      temperature, ignore_index, logit_softcap, bias, kernel_contracting, recipe, fp8_products, chunk_tokens,
-        wgrad_accumulator, accumulate, vocab_axis, implementation: as in `linear_log_probs`.
+      softmax, bias, kernel_contracting, recipe, fp8_products, chunk_tokens, vocab_axis, implementation: as in
+        `linear_log_probs`.
 
     Returns:
       float32 scalar; with return_log_probs a tuple of that and float32 [*batch].
@@ -167,14 +153,11 @@ def linear_token_loss(
       >>> round(float(value), 3), gradient.shape
       (-0.333, (8, 16))
     """
-    rows = _rows(temperature, logit_softcap, ignore_index, vocab_axis, entropy=as_flag("entropy", entropy))
-    operands = HeadOperands.of(x, kernel, bias, wgrad_accumulator, kernel_contracting=kernel_contracting)
-    tokens = as_array("tokens", tokens)
+    rows = _rows(softmax, vocab_axis, entropy=as_flag("entropy", entropy))
+    operands, tokens = _operands(x, kernel, bias, tokens, kernel_contracting)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum': for each token use linear_log_probs")
-    _cross_entropy.validate_labels("x", operands.x.shape, tokens, reduction, "tokens")
     extras = _broadcast(arrays, tokens)
-    validate_accumulated_with(operands, tokens, *extras)
     _validate_function(fn, extras, entropy=rows.entropy)
     names = tuple(f"array{i}" for i in range(len(extras)))
     derived = tuple(name for name, a in zip(names, extras, strict=True) if jnp.issubdtype(a.dtype, jnp.floating))
@@ -186,26 +169,38 @@ def linear_token_loss(
         recipe=recipe,
         fp8_products=fp8_products,
         chunk_tokens=chunk_tokens,
-        accumulate=accumulate,
         implementation=implementation,
     )
     if head.in_chunks:
         operands, extras = differentiated_once(head.layer.name, (operands, extras))
-    value, log_probs = _linear_token_loss(*operands, tokens, extras, head, ignore_index, reduction)
+    value, log_probs = _linear_token_loss(*operands[:3], tokens, extras, head, reduction)
     return (value, lax.stop_gradient(log_probs)) if as_flag("return_log_probs", return_log_probs) else value
 
 
-def _rows(temperature: Any, logit_softcap: Any, ignore_index: Any, vocab_axis: AxisName | None, *, entropy: bool):
+def _rows(softmax: Softmax, vocab_axis: AxisName | None, *, entropy: bool) -> LogProbs:
     """Raises ValueError where an argument breaks a rule."""
-    validate_temperature(temperature)
-    loss = Loss.of(CrossEntropy(ignore_index=ignore_index, logit_softcap=logit_softcap), vocab_axis)
-    return LogProbs(vocab_axis=loss.vocab_axis, temperature=float(temperature), softcap=loss.softcap, entropy=entropy)
+    return LogProbs(vocab_axis=split_of(softmax, vocab_axis).vocab_axis, softmax=softmax, entropy=entropy)
 
 
-def validate_temperature(temperature: Any) -> None:
-    """Raises ValueError unless it is a number above 0 that is known while tracing."""
-    if isinstance(temperature, Tracer) or not is_finite_number(temperature) or not temperature > 0:
-        raise ValueError(f"temperature is {temperature!r}; it must be a finite number above 0, known while tracing")
+def split_of(softmax: Softmax, vocab_axis: AxisName | None) -> Loss:
+    """The cross-entropy with the same logits. Raises ValueError where an argument breaks a rule."""
+    if not isinstance(softmax, Softmax):
+        raise ValueError(f"softmax is {softmax!r}; it must be a te_jax.ops.Softmax, such as Softmax(temperature=0.7)")
+    loss = CrossEntropy(ignore_index=softmax.ignore_index, logit_softcap=softmax.logit_softcap)
+    return Loss.of(loss, vocab_axis)
+
+
+def _operands(
+    x: jax.typing.ArrayLike,
+    kernel: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None,
+    tokens: jax.typing.ArrayLike,
+    kernel_contracting: KernelContracting,
+) -> tuple[HeadOperands, Array]:
+    operands = HeadOperands.of(x, kernel, bias, kernel_contracting=kernel_contracting)
+    tokens = as_array("tokens", tokens)
+    _cross_entropy.validate_labels("x", operands.x.shape, tokens, "none", "tokens")
+    return operands, tokens
 
 
 def _broadcast(arrays: tuple[jax.typing.ArrayLike, ...], tokens: Array) -> list[Array]:
@@ -232,54 +227,47 @@ def _validate_function(fn: Callable[..., Any], extras: list[Array], *, entropy: 
         raise ValueError(f"fn returns {shape} for arrays of shape (3,); it must return floats of that shape")
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6), inline=sharding.INLINE)
-def _linear_log_probs(x, kernel, bias, accumulator, tokens, head: Head, ignore_index: int) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=4, inline=sharding.INLINE)
+def _linear_log_probs(x, kernel, bias, tokens, head: Head) -> tuple[Array, Array]:
     rows = cast(LogProbs, head.rows)
     if not head.in_chunks:
-        return _of_all_logits(x, kernel, bias, accumulator, tokens, head, rows, ignore_index)
-    codes = codes_of(tokens, ignore_index, head, kernel)
-    x, kernel, bias, accumulator = sharding.varying_together((x, kernel, bias, accumulator))
-    return cast(Any, per_token(head, x, kernel, bias, accumulator, {"codes": codes}))
+        return _of_all_logits(x, kernel, bias, tokens, head, rows)
+    codes = _codes_of(tokens, rows, kernel.shape[head.vocab_axis])
+    x, kernel, bias = sharding.varying_together((x, kernel, bias))
+    return cast(tuple[Array, Array], per_token(head, x, kernel, bias, None, {"codes": codes}))
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8), inline=sharding.INLINE)
-def _linear_token_loss(x, kernel, bias, accumulator, tokens, extras, head: Head, ignore_index: int, reduction: str):
+@functools.partial(jax.jit, static_argnums=(5, 6), inline=sharding.INLINE)
+def _linear_token_loss(x, kernel, bias, tokens, extras, head: Head, reduction: str) -> tuple[Array, Array]:
     rows = cast(TokenLoss, head.rows)
-    counted = ~equals(tokens, ignore_index)
+    counted = ~equals(tokens, rows.log_probs.softmax.ignore_index)
     factor = counted.astype(jnp.float32)
     if reduction == "mean":
         factor /= jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(jnp.float32)
     if not head.in_chunks:
-        pair = _of_all_logits(x, kernel, bias, accumulator, tokens, head, rows.log_probs, ignore_index)
+        pair = _of_all_logits(x, kernel, bias, tokens, head, rows.log_probs)
         values = rows.function(*pair[: 1 + rows.log_probs.entropy], *extras)
         return jnp.sum(jnp.where(counted, factor * values.astype(jnp.float32), 0.0)), pair[0]
-    codes = codes_of(tokens, ignore_index, head, kernel)
+    codes = _codes_of(tokens, rows.log_probs, kernel.shape[head.vocab_axis])
     varying = sharding.varying_axes(x, kernel, bias, tokens, *extras) - frozenset(rows.vocab_axis)
     named = {"factor": factor, **dict(zip(rows.arrays, extras, strict=True))}
     named = {name: sharding.varying_over(sharding.split_as_last(a, tokens), varying) for name, a in named.items()}
-    x, kernel, bias, accumulator = sharding.varying_together((x, kernel, bias, accumulator))
-    return total(head, x, kernel, bias, accumulator, {"codes": codes, **named})
+    x, kernel, bias = sharding.varying_together((x, kernel, bias))
+    return cast(tuple[Array, Array], total(head, x, kernel, bias, None, {"codes": codes, **named}))
 
 
-def codes_of(tokens: Array, ignore_index: int, head: Head, kernel: Array) -> Array:
+def _codes_of(tokens: Array, rows: LogProbs, local_vocab: int) -> Array:
     """Codes of tokens, as the kernels of the cross-entropy take them."""
-    loss = Loss(ignore_index=ignore_index, vocab_axis=head.rows.vocab_axis)
-    return loss.codes(tokens, loss.whole_vocab(kernel.shape[head.vocab_axis]))
+    loss = Loss(ignore_index=rows.softmax.ignore_index, vocab_axis=rows.vocab_axis)
+    return loss.codes(tokens, loss.whole_vocab(local_vocab))
 
 
-def all_logits(x: Array, kernel: Array, bias: Array | None, accumulator: Array | None, head: Head) -> Array:
+def all_logits(x: Array, kernel: Array, bias: Array | None, head: Head) -> Array:
     """Logits of all tokens at once."""
     products = dataclasses.replace(head.layer, batch_ndim=x.ndim - 1).plain()
-    return multiplied_as_it_is((products, None), x, Weight(kernel, bias, accumulator))
+    return multiplied_as_it_is((products, None), x, Weight(kernel, bias))
 
 
-def _of_all_logits(x, kernel, bias, accumulator, tokens, head: Head, rows: LogProbs, ignore_index: int):
-    logits = all_logits(without_ignored(x, tokens, ignore_index), kernel, bias, accumulator, head)
-    return log_probs(
-        logits,
-        tokens,
-        temperature=rows.temperature,
-        logit_softcap=rows.softcap or None,
-        ignore_index=ignore_index,
-        vocab_axis=rows.vocab_axis,
-    )
+def _of_all_logits(x, kernel, bias, tokens, head: Head, rows: LogProbs) -> tuple[Array, Array]:
+    logits = all_logits(without_ignored(x, tokens, rows.softmax.ignore_index), kernel, bias, head)
+    return log_probs(logits, tokens, rows.softmax, vocab_axis=rows.vocab_axis)

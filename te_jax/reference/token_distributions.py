@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
 
+from te_jax._core.arguments import is_finite_number
 from te_jax.reference.softmax_cross_entropy import CrossEntropy, equals, softmax_cross_entropy
 
 
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """How logits become probabilities: softmax(cap(logits) / temperature); hashable, a static argument.
+
+        softmax = te_jax.ops.Softmax(temperature=0.7)
+
+    Attributes:
+      temperature: a finite number above 0.
+      ignore_index: tokens of this number do not count, where there are tokens: what follows from them, and their
+        gradients, are 0, and their hidden states are not read.
+      logit_softcap: c of logits that are c · tanh(logits / c) before the temperature, or None.
+
+    Raises:
+      ValueError: for numbers out of these ranges, or not known while tracing.
+    """
+
+    temperature: float = 1.0
+    ignore_index: int = -100
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, Tracer) or not is_finite_number(self.temperature) or self.temperature <= 0:
+            raise ValueError(
+                f"temperature is {self.temperature!r}; it must be a finite number above 0, known while tracing"
+            )
+        object.__setattr__(self, "temperature", float(self.temperature))
+        CrossEntropy(ignore_index=self.ignore_index, logit_softcap=self.logit_softcap)  # raises for both
+
+
 def log_probs(
-    logits: Array,
-    tokens: Array,
-    *,
-    temperature: float = 1.0,
-    logit_softcap: float | None = None,
-    ignore_index: int = -100,
-    vocab_axis: tuple[str, ...] = (),
+    logits: Array, tokens: Array, softmax: Softmax = Softmax(), *, vocab_axis: tuple[str, ...] = ()
 ) -> tuple[Array, Array]:
     """Definition of `te_jax.ops.linear_log_probs` from all logits: log-probabilities and entropies."""
-    z = _scaled(logits, temperature, logit_softcap)
-    ignored = equals(tokens, ignore_index)
-    loss = CrossEntropy(ignore_index=ignore_index)
+    z = _scaled(logits, softmax)
+    ignored = equals(tokens, softmax.ignore_index)
+    loss = CrossEntropy(ignore_index=softmax.ignore_index)
     loss, lse = softmax_cross_entropy(z, tokens, loss, reduction="none", vocab_axis=vocab_axis, return_lse=True)
     log_p = jnp.where(ignored[..., None], 0.0, z - lse[..., None])
     entropy = -_expectation(log_p, log_p, vocab_axis)
@@ -35,13 +62,12 @@ def divergence(
     *,
     kind: str,
     beta: float = 0.5,
-    temperature: float = 1.0,
-    logit_softcap: float | None = None,
+    softmax: Softmax = Softmax(),
     vocab_axis: tuple[str, ...] = (),
 ) -> Array:
     """Definition of `te_jax.ops.linear_divergence` from all logits of both heads, for each token."""
     log_p, log_q = (
-        _log_softmax(jnp.where(ignored[..., None], 0.0, _scaled(each, temperature, logit_softcap)), vocab_axis)
+        _log_softmax(jnp.where(ignored[..., None], 0.0, _scaled(each, softmax)), vocab_axis)
         for each in (logits, lax.stop_gradient(other))
     )
     if kind == "forward":
@@ -55,9 +81,9 @@ def divergence(
     return jnp.where(ignored, 0.0, value)
 
 
-def _scaled(logits: Array, temperature: float, softcap: float | None) -> Array:
-    z = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
-    return (z if softcap is None else softcap * jnp.tanh(z / softcap)) / temperature
+def _scaled(logits: Array, softmax: Softmax) -> Array:
+    z, cap = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32), softmax.logit_softcap
+    return (z if cap is None else cap * jnp.tanh(z / cap)) / softmax.temperature
 
 
 def _log_softmax(z: Array, vocab_axis: tuple[str, ...]) -> Array:

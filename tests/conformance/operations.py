@@ -319,7 +319,7 @@ _PAIR = {"differentiable": ("x", "kernel"), "refuses": {"native": "use implement
 LINEAR_LOG_PROBS = Operation(
     name="linear_log_probs",
     draw=draw_policy,
-    call=functools.partial(ops.linear_log_probs, entropy=True, temperature=0.7, chunk_tokens=5),
+    call=functools.partial(ops.linear_log_probs, entropy=True, softmax=ops.Softmax(temperature=0.7), chunk_tokens=5),
     oracle=lambda x, kernel, tokens: log_probs_of(x @ kernel, tokens, 0.7),
     dtypes=("float32", "float32"),
     layouts={
@@ -384,7 +384,9 @@ def divergence_oracle(x, kernel, teacher_x, teacher_kernel, weight):
 LINEAR_DIVERGENCE = Operation(
     name="linear_divergence",
     draw=draw_distillation,
-    call=functools.partial(ops.linear_divergence, kind="jensen_shannon", beta=0.3, temperature=0.7, chunk_tokens=5),
+    call=functools.partial(
+        ops.linear_divergence, kind="jensen_shannon", beta=0.3, softmax=ops.Softmax(temperature=0.7), chunk_tokens=5
+    ),
     oracle=divergence_oracle,
     dtypes=("float32",),
     layouts={

@@ -102,8 +102,8 @@ def head_of(
     recipe: Recipe | None,
     fp8_products: Collection[Product],
     chunk_tokens: int | None,
-    accumulate: bool,
     implementation: native.Implementation | None,
+    accumulate: bool = True,
 ) -> Head:
     """The static arguments of the operation `name`. Raises ValueError where one breaks a rule."""
     if chunk_tokens is not None and (not is_whole_number(chunk_tokens) or chunk_tokens < 1):

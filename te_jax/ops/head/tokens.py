@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from te_jax.ops import _cross_entropy
 from te_jax.ops._cross_entropy import IGNORED, Loss, where_counted
 from te_jax.ops.head.chunks import Chunks
 from te_jax.ops.head.rows import LogitsGradient, Rows
+from te_jax.reference.token_distributions import Softmax
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
 
@@ -34,13 +35,12 @@ class _Row(NamedTuple):
 class LogProbs(Rows):
     """The log-probability of each token, and the entropy of its row."""
 
-    temperature: float
-    softcap: float  # 0 for none
+    softmax: Softmax
     entropy: bool
 
     @property
     def by_kernels(self) -> bool:
-        return self.temperature == 1.0 and not self.entropy
+        return self.softmax.temperature == 1.0 and not self.entropy
 
     def values(self, chunks: Chunks, logits: Array, piece: dict[str, Array]) -> list[Array]:
         row = self.of(chunks, logits, piece["codes"])
@@ -60,9 +60,9 @@ class LogProbs(Rows):
     def of(self, chunks: Chunks, logits: Array, codes: Array) -> _Row:
         """The rows of a chunk: zeros where ignored, NaN where the token is outside the vocabulary."""
         if self.by_kernels:
-            lse, target, _ = chunks.statistics(logits, codes, self.softcap)
+            lse, target, _ = chunks.statistics(logits, codes, self.softmax.logit_softcap or 0.0)
             return _Row(None, lse, where_counted(codes, target - lse), jnp.zeros_like(lse))
-        z = _scaled(chunks, logits, codes, self.temperature, self.softcap)
+        z = _scaled(chunks, logits, codes, self.softmax)
         axes = {"v": chunks.vocab_axes} if chunks.vocab_axes else {}
         lse, target, _ = _cross_entropy.row_statistics(
             z, codes, with_total=False, softcap=0.0, padding=0, use_native=False, axes=axes
@@ -77,16 +77,15 @@ class LogProbs(Rows):
     ) -> LogitsGradient:
         """The gradient of the logits, from those of a row's two numbers."""
         if row.z is None:
-            loss = Loss(logit_softcap=self.softcap or None)
-            attributes: Any = loss.gradient_attributes(chunks.vocab)
-            attributes |= {"softcap": self.softcap, "padding": chunks.padding}
+            loss = Loss(logit_softcap=self.softmax.logit_softcap)
+            attributes = {**loss.gradient_attributes(chunks.vocab), "softcap": loss.softcap, "padding": chunks.padding}
             return chunks.gradient_of_labels(logits, codes, row.lse, -where_counted(codes, of_log_prob), attributes)
         log_p = row.z - row.lse[:, None]
         p = jnp.exp(log_p)
         dz = where_counted(codes, of_log_prob)[:, None] * (_hits(chunks, codes, p) - p)
         if self.entropy:
             dz -= where_counted(codes, of_entropy)[:, None] * _times(p, log_p + row.entropy[:, None])
-        return _gradient_of(chunks, logits, codes, row.z, dz, self.temperature, self.softcap)
+        return _gradient_of(chunks, logits, codes, row.z, dz, self.softmax)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +146,7 @@ class Distance(Rows):
 
     kind: Divergence
     beta: float
-    temperature: float
-    softcap: float
+    softmax: Softmax
 
     heads: ClassVar[int] = 2
 
@@ -162,7 +160,7 @@ class Distance(Rows):
         codes = piece["codes"]
         value, z, dz = self._of(chunks, logits, piece)
         dz *= where_counted(codes, piece["factor"])[:, None]
-        gradient = _gradient_of(chunks, logits, codes, z, dz, self.temperature, self.softcap)
+        gradient = _gradient_of(chunks, logits, codes, z, dz, self.softmax)
         return [value, value], gradient
 
     def weighted(self, weights: Sequence[Array], second: Array) -> dict[str, Array]:
@@ -175,7 +173,7 @@ class Distance(Rows):
         assert chunks.fixed_kernel is not None
         x = jnp.where(codes[:, None] == IGNORED, jnp.zeros((), chunks.dtype), piece["fixed_x"].astype(chunks.dtype))
         others = chunks.product(x, chunks.fixed_kernel)
-        z, other = (_scaled(chunks, each, codes, self.temperature, self.softcap) for each in (logits, others))
+        z, other = (_scaled(chunks, each, codes, self.softmax) for each in (logits, others))
         log_p, log_q = (_log_softmax(chunks, each) for each in (z, other))
         if self.kind == "forward":
             return where_counted(codes, _expectation(chunks, log_q, log_q - log_p)), z, jnp.exp(log_p) - jnp.exp(log_q)
@@ -194,12 +192,12 @@ class Distance(Rows):
         return where_counted(codes, value), z, dz
 
 
-def _scaled(chunks: Chunks, logits: Array, codes: Array, temperature: float, softcap: float) -> Array:
+def _scaled(chunks: Chunks, logits: Array, codes: Array, softmax: Softmax) -> Array:
     """float32 [tokens, vocab]: capped logits over the temperature, without padding; zeros in ignored rows."""
     z = logits[:, : chunks.local_vocab].astype(jnp.float32)
     z = jnp.where(codes[:, None] == IGNORED, 0.0, z)
-    z = softcap * jnp.tanh(z / softcap) if softcap else z
-    return z if temperature == 1.0 else z / temperature
+    z = z if (cap := softmax.logit_softcap) is None else cap * jnp.tanh(z / cap)
+    return z if softmax.temperature == 1.0 else z / softmax.temperature
 
 
 def _log_softmax(chunks: Chunks, z: Array) -> Array:
@@ -228,11 +226,10 @@ def _hits(chunks: Chunks, codes: Array, like: Array) -> Array:
     return (lax.broadcasted_iota(jnp.int32, like.shape, 1) == columns[:, None]).astype(jnp.float32)
 
 
-def _gradient_of(
-    chunks: Chunks, logits: Array, codes: Array, z: Array, dz: Array, temperature: float, softcap: float
-) -> LogitsGradient:
+def _gradient_of(chunks: Chunks, logits: Array, codes: Array, z: Array, dz: Array, softmax: Softmax) -> LogitsGradient:
     """The gradient of the logits from that of z."""
-    if softcap:
-        dz *= 1.0 - (z * (temperature / softcap)) ** 2
+    temperature = softmax.temperature
+    if softmax.logit_softcap is not None:
+        dz *= 1.0 - (z * (temperature / softmax.logit_softcap)) ** 2
     dz = jnp.where(codes[:, None] == IGNORED, 0.0, dz if temperature == 1.0 else dz / temperature)
     return chunks.quantized_gradient(jnp.pad(dz, ((0, 0), (0, chunks.padding))).astype(logits.dtype))
