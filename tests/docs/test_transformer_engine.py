@@ -172,27 +172,44 @@ def test_a_transformer_layer_of_pytorch_computes_the_same(page, rng, bias):
     check(module, functools.partial(page["block_from_torch"], head_dim=HEAD_DIM), state, x, expected)
 
 
-def test_names_of_transformer_engine_end_in_errors_that_name_ours():
-    page = (ROOT / "docs/transformer_engine.md").read_text(encoding="utf-8")
-    for name, ours in NAMES.items():
-        assert f"`{name}" in page, name
-        for each in re.findall(r"te_jax(?:\.\w+)+", ours):
-            resolve(each)
-        modules = [module for module in (te_jax, recipe, te_jax.flax, te_jax.nnx) if name not in dir(module)]
-        for module in modules:
-            with pytest.raises(AttributeError, match=re.escape(f": {name} of TransformerEngine is here {ours}")):
-                getattr(module, name)
-        assert modules
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_transformer_engine_end_in_errors_that_name_ours(name):
+    page, ours = (ROOT / "docs/transformer_engine.md").read_text(encoding="utf-8"), NAMES[name]
+    assert re.search(rf"`(?:\w+\.)*{name}\b", page)
+    for each in re.findall(r"te_jax(?:\.\w+)+", ours):
+        resolve(each)
+    modules = [module for module in (te_jax, recipe, te_jax.flax, te_jax.nnx) if name not in dir(module)]
+    assert modules
+    hint = re.escape(f": in place of TransformerEngine's {name} use {ours}; see docs/transformer_engine.md")
+    for module in modules:
+        assert not hasattr(module, name)
+        with pytest.raises(AttributeError, match=hint):
+            getattr(module, name)
+        with pytest.raises(ImportError, match=f"^cannot import name '{name}' from '{module.__name__}'{hint}$"):
+            exec(f"from {module.__name__} import {name}")
+
+
+def test_other_names_end_in_pythons_own_errors():
     with pytest.raises(AttributeError, match=r"^module 'te_jax\.recipe' has no attribute 'BlokScaling'$"):
         recipe.BlokScaling  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ImportError, match=r"^cannot import name 'Danse' from 'te_jax\.flax' \(.*__init__\.py\)$"):
+        from te_jax.flax import Danse  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_arguments_of_its_recipes_end_in_errors_that_name_ours():
-    arguments = {"amax_history_len": 16, "amax_compute_algo": "max", "fp8_format": "HYBRID", "use_power_2_scales": True}
-    ours = ("history_len", "algorithm", "gradient_dtype", "power_of_two_scales")
-    for (name, value), expected in zip(arguments.items(), ours, strict=True):
-        with pytest.raises(TypeError, match=f"{name} of TransformerEngine is here {expected}"):
-            recipe.DelayedScaling(**{name: value})  # pyright: ignore[reportArgumentType]
-        assert hasattr(recipe.DelayedScaling(), expected)
+@pytest.mark.parametrize(
+    ("argument", "value", "ours"),
+    [
+        ("amax_history_len", 16, "history_len"),
+        ("amax_compute_algo", "max", "algorithm"),
+        ("fp8_format", "HYBRID", "gradient_dtype"),
+        ("use_power_2_scales", True, "power_of_two_scales"),
+        ("fp8_gemm_dgrad", None, "fast_accumulation"),
+    ],
+)
+def test_arguments_of_its_recipes_end_in_errors_that_name_ours(argument, value, ours):
+    for kind in (recipe.DelayedScaling, recipe.CurrentScaling):
+        with pytest.raises(TypeError, match=f"in place of TransformerEngine's {argument} use {ours}"):
+            kind(**{argument: value})  # pyright: ignore[reportArgumentType]
+    assert hasattr(recipe.DelayedScaling(), ours)
     with pytest.raises(TypeError, match="unexpected keyword argument 'history'"):
         recipe.DelayedScaling(**{"history": 16})  # pyright: ignore[reportArgumentType]
