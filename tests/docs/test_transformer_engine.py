@@ -15,6 +15,7 @@ from te_jax._core.transformer_engine import NAMES
 from te_jax.testing import assert_close
 from tests.docs.test_examples import ROOT, examples
 from tests.docs.test_names import resolve
+from tests.docs.test_reference import MODULES
 
 WIDTH, HIDDEN, HEADS, HEAD_DIM = 64, 96, 4, 16
 KINDS = {"rms": ("scale",), "layer": ("scale", "ln_bias")}
@@ -170,6 +171,11 @@ def test_a_transformer_layer_of_pytorch_computes_the_same(page, rng, bias):
         HIDDEN, HEADS, num_kv_heads=HEADS // 2, norm=kind, attention_arguments=with_bias, mlp_arguments=with_bias
     )
     check(module, functools.partial(page["block_from_torch"], head_dim=HEAD_DIM), state, x, expected)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_page_names_every_public_module(module):
+    assert re.search(rf"`{module}\b", (ROOT / "docs/transformer_engine.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", NAMES)
