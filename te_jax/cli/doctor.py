@@ -33,9 +33,9 @@ Report what te_jax finds on this machine: versions, devices, the implementation 
 native extensions, FFI API versions, memory kinds, peer access between GPUs, host memory and optional packages; and, for
 each thing missing, the command that gets it.
 
-Exit status: 0 when the GPU path is usable, that is when JAX sees GPUs of one compute capability, and layers run in FP8
-there: at 9.0 by the extension _te_cuda, at 8.9, 10.0 and 12.0 by XLA; 1 otherwise. A machine without a GPU therefore
-exits with 1, and te_jax works there on the CPU."""
+Exit status: 0 when te_jax works with what the machine has, 1 otherwise. With GPUs that means that JAX sees those of one
+compute capability, and layers run in FP8 there: at 9.0 by the extension _te_cuda, at 8.9, 10.0 and 12.0 by XLA. Without
+a GPU it means that the extension _te_cpu runs; --require gpu makes this 1, too."""
 
 COMPUTE_CAPABILITY = "9.0"
 """Kernels for products use this architecture's own instructions (sm_90a), which no other GPU runs."""
@@ -145,11 +145,17 @@ class Report:
             return any(extension.platform == "cuda" and extension.loaded for extension in self.extensions)
         return all(map(_has_fp8_by_xla, self.capabilities))
 
+    @property
+    def cpu_path_usable(self) -> bool:
+        """Whether operations run by the extension for CPUs."""
+        return any(extension.platform == "cpu" and extension.loaded for extension in self.extensions)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument("--require", choices=("gpu",), help="exit with 1 where layers do not run in FP8 on a GPU")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,7 +164,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     report = gather()
     print(as_json(report) if args.json else as_text(report))
-    return 0 if report.gpu_path_usable else 1
+    on_cpu = report.cpu_path_usable and report.backend is not None and not report.has_gpu and args.require is None
+    return 0 if report.gpu_path_usable or on_cpu else 1
 
 
 def gather() -> Report:
@@ -521,7 +528,7 @@ def _verdict(report: Report) -> str:
         if COMPUTE_CAPABILITY not in report.capabilities:
             works, recipe = "te_jax works on this machine's GPU, by XLA.", "current"
         trial = f"te-jax train --recipe {recipe} --compare"
-    elif any(extension.platform == "cpu" and extension.loaded for extension in report.extensions):
+    elif report.cpu_path_usable:
         gpu = "not on its GPU" if report.has_gpu else "it has no NVIDIA GPU"
         works, trial = f"te_jax works on this machine's CPU; {gpu}.", "te-jax train"
     else:

@@ -242,6 +242,30 @@ def test_a_machine_that_lacks_nothing_needs_no_advice(changes, last):
     assert doctor.as_text(found).splitlines()[-1] == last
 
 
+_LAPTOP = {**ON_CPU, "host_gpus": (), "driver": None, **WITHOUT_CUDA}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "with_gpu_required"),
+    [
+        ({}, 0, 0),
+        (_LAPTOP, 0, 1),
+        (_LAPTOP | {"extensions": (extension("cpu", "no compiler"), extension("cuda"))}, 1, 1),
+        (_LAPTOP | {"backend": None, "devices": ()}, 1, 1),
+        ({**ON_CPU, "jax_platforms": "cpu"}, 1, 1),
+        (WITHOUT_CUDA, 1, 1),
+    ],
+    ids=["GPU", "laptop", "no kernels", "no backend", "a GPU that is hidden", "no extension for the GPU"],
+)
+def test_the_exit_status_is_0_where_te_jax_works_with_what_there_is(changes, status, with_gpu_required, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(doctor, "gather", lambda: report(**changes))
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args([])) == status
+    assert doctor.run(parser.parse_args(["--require", "gpu"])) == with_gpu_required
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
 def test_implementations_are_those_of_the_table_in_the_docs(capability, report_gpus):
     report_gpus(capability)
@@ -288,13 +312,13 @@ def test_a_question_takes_no_memory_of_gpus(before, after, monkeypatch):
     environment = {} if before is None else {"XLA_PYTHON_CLIENT_PREALLOCATE": before}
     monkeypatch.setattr(doctor.os, "environ", environment)
     monkeypatch.setattr(doctor, "gather", report)
-    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert doctor.run(argparse.Namespace(json=False, require=None)) == 0
     assert environment == {"XLA_PYTHON_CLIENT_PREALLOCATE": after}
 
 
 def test_json_holds_the_facts_the_verdict_and_the_advice(capsys, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    status = doctor.run(argparse.Namespace(json=True))
+    status = doctor.run(argparse.Namespace(json=True, require="gpu"))
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["jax"] == jax.__version__
     assert found["jaxlib_ffi_api"] == list(native.runtime_ffi_api())
@@ -328,7 +352,7 @@ def fail(*args, **kwargs):
 def test_nothing_broken_makes_it_fail(owner, name, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(owner, name, fail)
-    status = doctor.run(argparse.Namespace(json=False))
+    status = doctor.run(argparse.Namespace(json=False, require=None))
     printed = capsys.readouterr().out
     assert status in (0, 1)
     assert "with a second line" not in printed
