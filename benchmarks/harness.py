@@ -564,8 +564,8 @@ def run_family(
       cases: names of the cases to run; empty for all of this platform.
       peers: names of the peers to run; None for all. What is not a peer always runs.
       quick: few and short samples, and the first case alone unless `cases` names others.
-      output: results folder; None for `benchmarks/results`, where only complete runs are written, so that a partial
-        run never replaces published figures.
+      output: results folder; None for `benchmarks/results` of a checkout, where only complete runs are written, so that
+        a partial run never replaces published figures. An installed package has no such folder, and writes nothing.
       commit: recorded in the place of what git says, where the checkout has no history or another one.
       add: keep the other cases of the result file, which must be of the same commit, device and versions.
       profile: folder for a trace of every implementation; only for families that make some.
@@ -609,7 +609,9 @@ def run_family(
         for problem in problems:
             say(f"  {problem['operation']} · {problem['implementation']}: not measured, {problem['reason']}")
         complete = not quick and bool(default) and default <= set(found["cases"])
-        if found["rows"] and (complete or output is not None):  # after each case, for a run may be cut off
+        if found["rows"] and (
+            (complete and RESULTS.is_dir()) or output is not None
+        ):  # after each case, for a run may be cut off
             document = {
                 "family": name,
                 **record,
@@ -621,7 +623,7 @@ def run_family(
     if written is not None:
         say(f"\nWritten to {written}.")
     elif found["rows"]:
-        say("\nNot written: a partial run replaces no published figures. Name a folder with --output to keep it.")
+        say("\nNot written: name a folder with --output to keep it.")
     return int(wrong)
 
 

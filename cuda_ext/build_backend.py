@@ -2,7 +2,8 @@
 
 A compiler without headers is common: distributions and CI images often carry nvcc and the CUDA runtime but not
 cuBLAS. The build then asks for NVIDIA's own wheels of the same release, which pip puts into the isolated build
-environment. With TE_JAX_CUDA=OFF, without nvcc, or with a complete toolkit nothing is added.
+environment. With TE_JAX_CUDA=OFF, without nvcc, or with a complete toolkit nothing is added, and without a GPU only
+with TE_JAX_CUDA=ON.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from scikit_build_core.build import (
     build_sdist,
     build_wheel,
     get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
 )
 
 __all__ = [
@@ -29,6 +32,9 @@ __all__ = [
     "get_requires_for_build_editable",
     "get_requires_for_build_sdist",
     "get_requires_for_build_wheel",
+    # Without these pip builds the wheel for its metadata, and says "Preparing metadata" for minutes.
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
 ]
 
 # Header that shows a library's development files are there -> the wheel that carries them.
@@ -47,8 +53,14 @@ def _setting(config_settings: dict[str, Any] | None) -> str:
     return (found[1] if found else os.environ.get("TE_JAX_CUDA", "AUTO")).upper()
 
 
+def _has_gpu() -> bool:
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and subprocess.run([smi, "-L"], capture_output=True, check=False).returncode == 0
+
+
 def _cuda_wheels(config_settings: dict[str, Any] | None) -> list[str]:
-    if _setting(config_settings) == "OFF":
+    setting = _setting(config_settings)
+    if setting == "OFF" or (setting == "AUTO" and not _has_gpu()):
         return []
     named = os.environ.get("CUDACXX")
     if named:

@@ -78,6 +78,6 @@ else()
   list(JOIN CMAKE_CUDA_ARCHITECTURES ", " architectures)  # definitions hold no semicolon
   target_compile_definitions(_te_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="${architectures}"
                                               TE_JAX_CUDA_PRODUCT_ARCHITECTURES="${product_architectures}")
-  message(STATUS "te_jax: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${architectures} (products: ${product_architectures}), "
+  message(STATUS "te_jax: compiling CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${architectures} (products: ${product_architectures}), "
                  "${cublasLt_LIBRARY}")
 endif()

@@ -1,6 +1,6 @@
 """`te-jax bench FAMILY`: measure an operation against its peers on this machine.
 
-The benchmarks themselves live in the repository's folder `benchmarks`, not in the installed package.
+The benchmarks themselves are the repository's folder `benchmarks`, which a wheel has without its results.
 """
 
 import argparse
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure a family of operations against its peers, in one process and on the same arrays, and print medians and ratios.
-A complete run is also written to benchmarks/results/<device>/<family>.json, from which the tables and figures of
-README.md and docs/ are made (python -m benchmarks.tables). Without FAMILY, list the families.
+Peers that are not installed are left out. In a checkout a complete run is also written to
+benchmarks/results/<device>/<family>.json, from which the tables and figures of README.md and docs/ are made (python -m
+benchmarks.tables). Without FAMILY, list the families.
 
 Exit status: 0 after a run, 1 when results were outside their error bounds, 2 for a mistake in the arguments."""
 
@@ -38,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=path,
         metavar="DIR",
-        help="folder for the results and a figure of them, an SVG (default: benchmarks/results of the checkout, where "
-        "only complete runs are written, and python -m benchmarks.tables draws)",
+        help="folder for the results and a figure of them, an SVG (default: none; in a checkout benchmarks/results, "
+        "where only complete runs are written, and python -m benchmarks.tables draws)",
     )
     parser.add_argument(
         "--add",
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    root = _checkout()
+    root = _folder_of_benchmarks()
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     names = [module.name for module in pkgutil.iter_modules([str(root / "benchmarks")])]
@@ -104,15 +105,14 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _checkout() -> Path:
-    """The checkout that holds the benchmarks: the one te_jax is imported from, else the working directory."""
+def _folder_of_benchmarks() -> Path:
+    """The folder that holds `benchmarks`: the checkout that te_jax is imported from, else the working directory if that
+    is one, else a folder of the installed package."""
     package = Path(__file__).resolve().parent.parent
     for root in (package.parent, Path.cwd()):
         if (root / "benchmarks" / "harness.py").is_file() and (root / "te_jax").is_dir():
             return root
-    raise UserError(
-        "the benchmarks live in te_jax's repository, not in the installed package; run this in a checkout of it"
-    )
+    return package / "cli" / "_installed"
 
 
 def _family(name: str) -> "Family | None":

@@ -238,6 +238,7 @@ def family_of(run_case):
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()  # as in a checkout
     return tmp_path / "results"
 
 
@@ -257,6 +258,14 @@ def test_a_complete_run_is_written_with_its_environment(results, monkeypatch):
     assert document["headline"]["figure"] == "ratio_to_copy"
 
 
+def test_an_installed_package_writes_no_results_into_itself(results):
+    results.rmdir()
+    family, said = family_of(lambda case, *_: CaseResult(rows=[row_of(case)])), []
+    assert harness.run_family("demo", family, commit="abc", say=said.append) == 0
+    assert not results.exists()
+    assert said[-1] == "\nNot written: name a folder with --output to keep it."
+
+
 @pytest.mark.parametrize("partial", [{"quick": True}, {"cases": ["large"]}, {"peers": []}])
 def test_a_partial_run_replaces_no_published_figures(partial, results):
     seen = []
@@ -266,7 +275,7 @@ def test_a_partial_run_replaces_no_published_figures(partial, results):
         return CaseResult(rows=[row_of(case)])
 
     harness.run_family("demo", family_of(run_case), **partial, say=lambda _: None)
-    assert not results.exists()
+    assert not list(results.iterdir())
     everything = ("te_jax", "peer", "copy")
     assert (
         seen
@@ -364,7 +373,7 @@ def test_a_run_without_results_writes_none(results):
     said = []
     harness.run_family("demo", family_of(lambda *_: CaseResult()), say=said.append)
     assert "  nothing measured" in said
-    assert not results.exists()
+    assert not list(results.iterdir())
 
 
 @pytest.mark.parametrize(

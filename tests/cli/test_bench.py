@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -95,3 +96,18 @@ def test_a_quick_run_prints_a_table_and_writes_where_it_is_told(tmp_path, capsys
     assert "4096x256-float32" in shown
     assert shown.endswith(f"Drawn in {path.with_suffix('.svg')}.\n")
     assert "4096x256-float32" in path.with_suffix(".svg").read_text()
+
+
+def test_an_installed_package_finds_the_benchmarks_of_its_wheel(monkeypatch, tmp_path, capsys):
+    package = tmp_path / "te_jax"
+    shutil.copytree(
+        ROOT / "benchmarks", package / "cli/_installed/benchmarks", ignore=shutil.ignore_patterns("results")
+    )
+    monkeypatch.setattr(bench, "__file__", str(package / "cli/bench.py"))
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(ROOT))])
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert run() == 0
+    assert "softmax_cross_entropy" in capsys.readouterr().out
+    assert sys.modules["benchmarks.softmax_cross_entropy"].__file__.startswith(str(package))

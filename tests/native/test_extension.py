@@ -372,7 +372,7 @@ def test_targets_of_gpus_beside_another_default_backend(monkeypatch, gpus):
 
 @pytest.mark.parametrize("arguments", ["", " -O2"])
 def test_the_build_asks_for_the_wheels_of_the_compiler_named(monkeypatch, tmp_path, arguments):
-    """CUDACXX, with arguments behind it as CMake takes them or without; what is no program is named."""
+    """CUDACXX, with arguments behind it as CMake takes them or without; what is none is named. AUTO needs a GPU."""
     for name in ("scikit_build_core", "scikit_build_core.build"):
         monkeypatch.setitem(sys.modules, name, unittest.mock.MagicMock())
     path = Path(__file__).parents[2] / "cuda_ext" / "build_backend.py"
@@ -384,6 +384,14 @@ def test_the_build_asks_for_the_wheels_of_the_compiler_named(monkeypatch, tmp_pa
     monkeypatch.delenv("TE_JAX_CUDA", raising=False)
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
     monkeypatch.setenv("CUDACXX", f"{nvcc}{arguments}")
+    smi = tmp_path / "nvidia-smi"
+    for status, gpu in ((9, False), (0, True)):
+        smi.write_text(f"#!/bin/sh\nexit {status}\n")
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        assert bool(backend._cuda_wheels(None)) == gpu
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    monkeypatch.setenv("TE_JAX_CUDA", "ON")
     assert backend._cuda_wheels(None) == ["nvidia-cuda-runtime==13.0.*", "nvidia-cublas==13.0.*"]
     nvcc.unlink()
     with pytest.raises(FileNotFoundError, match=f"CUDACXX is {nvcc}.*leave CUDACXX unset"):
