@@ -12,7 +12,8 @@ In README.md and docs/ what stands between two markers is generated:
 `summary` shows one line for each case of the family's headline figure, and `figure` that figure as a bar chart, whose
 SVG goes to docs/images. The family accuracy is a folder of training runs: `summary` shows their final losses, `figure`
 their curves. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them, `changes` and
-`waiting` those of `CHANGES`, `errors` that of recipes. In a sentence stands a number of times,
+`waiting` those of `CHANGES`, `shared` that of `SHARED`, `errors` that of recipes. In a sentence stands a number of
+times,
 
     <!-- ratio: FAMILY DEVICE OPERATION CASE IMPLEMENTATION PEER [FIGURE] -->1.43×<!-- /ratio -->
 
@@ -49,10 +50,11 @@ _RATIO = re.compile(
     r"(?P<close><!-- /ratio -->)"
 )
 _OWN = re.compile(
-    r"(?P<open><!-- (?P<kind>gains|whole|changes|waiting|errors) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
+    r"(?P<open><!-- (?P<kind>gains|whole|changes|waiting|shared|errors) -->\n)"
+    r"(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|whole|changes|waiting|errors)\b")
+_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|whole|changes|waiting|shared|errors)\b")
 
 _STEP = ("step", "nvidia-h100-80gb-hbm3", "step", "8b-8x1x8192")
 _FSDP = ("fsdp", "nvidia-h100-80gb-hbm3", "step", "8b-8x2x8192-remat")
@@ -107,6 +109,16 @@ CHANGES = (
     ("`TransformerBlock` in the place of the blocks", "_blocks"),
 )
 """The changes of the fast step, each with those before it: in words, and in names of implementations."""
+
+SHARED = (
+    ("plain JAX, bfloat16", "bf16"),
+    ("torch's FSDP2, bfloat16", "torch_fsdp2"),
+    ("te_jax, blocks and head in FP8", "te_jax_block_fp8_head"),
+    ("… with `keep` of all layers", "te_jax_block_fp8_head_keep"),
+    ("… with layers that two GPUs share by tensor parallelism", "te_jax_block_fp8_head_tensor"),
+    ("a plain NNX model after the changes of the fast step", "nnx_loss"),
+)
+"""Steps whose parameters devices share: in words, and names of implementations."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,7 +250,7 @@ def changes_table(root: Path, page_folder: Path) -> str:
 
     columns = (
         ("NNX, ms", "8b-8x1x8192", "nnx", milliseconds),
-        ("as fast", "8b-8x1x8192", "nnx", times),
+        ("speed", "8b-8x1x8192", "nnx", times),
         ("GB", "8b-8x1x8192", "nnx", memory),
         ("Linen, ms", "8b-8x1x8192", "linen", milliseconds),
         ("4 × 2048 tokens", "8b-8x4x2048", "nnx", times),
@@ -283,6 +295,27 @@ def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str,
     return f"{table}\n[All rows]({link}). {provenance(document)}\n"
 
 
+def shared_table(root: Path, page_folder: Path) -> str:
+    """Time and memory of `SHARED` on two H100s; and speeds, also with microbatches and on four H200s."""
+    small, deep = (_results(root, device, "fsdp") for device in ("nvidia-h100-80gb-hbm3", "nvidia-h200"))
+    documents = [json.loads(results.read_text(encoding="utf-8")) for results in (small, deep)]
+    rows = {(row["case"], row["implementation"]): row for document in documents for row in document["rows"]}
+    first, microbatches, layers = "8b-8x2x8192-remat", "8b-8x2x8192-4microbatches-remat", "8b-32x4x8192-remat"
+
+    def speed(case: str, name: str) -> str:
+        row = rows.get((case, name))
+        return f"{rows[case, 'bf16']['median_ms'] / row['median_ms']:.2f}×" if row else ""
+
+    body = []
+    for words, name in SHARED:
+        row = rows[first, name]
+        figures = f"{row['median_ms']:.1f}", speed(first, name), f"{row['peak_bytes'] / 1e9:.1f}"
+        body.append([words, *figures, speed(microbatches, name), speed(layers, name)])
+    table = _markdown_table(["", "ms", "speed", "GB", "4 microbatches", "32 layers, 4 × H200"], body, left=1)
+    links = (f"[All rows]({_relative(results.with_suffix('.md'), page_folder)})" for results in (small, deep))
+    return "\n".join([table, *(f"{link}. {provenance(of)}\n" for link, of in zip(links, documents, strict=True))])
+
+
 def errors_table(root: Path, page_folder: Path) -> str:
     """Relative errors of an FP8 layer's result and gradients for each recipe."""
     device, case = "nvidia-h100-80gb-hbm3", "8192x14336x4096"
@@ -306,6 +339,7 @@ _TABLES = {
     "whole": whole_table,
     "changes": changes_table,
     "waiting": waiting_table,
+    "shared": shared_table,
     "errors": errors_table,
 }
 

@@ -75,7 +75,8 @@ class Recipe:
       ValueError: a parameter is none of those named above, or the recipe is none of those below.
     """
 
-    forward_dtype: jax.typing.DTypeLike = E4M3
+    # Fields that have one legal value, or none that changes a result, are not printed.
+    forward_dtype: jax.typing.DTypeLike = dataclasses.field(default=E4M3, repr=False)
     gradient_dtype: jax.typing.DTypeLike = E5M2
     fast_accumulation: tuple[Product, ...] = ("forward",)
     power_of_two_scales: bool = False
@@ -176,6 +177,7 @@ class BlockScaling(Recipe):
     """
 
     gradient_dtype: jax.typing.DTypeLike = E4M3
+    fast_accumulation: tuple[Product, ...] = dataclasses.field(default=("forward",), repr=False)
     scalings: ClassVar = {
         "activation": ("block_1x128", "block_1x128"),
         "kernel": ("block_128x128", "block_128x128"),
@@ -207,7 +209,8 @@ class MXFP8Scaling(Recipe):
     """
 
     gradient_dtype: jax.typing.DTypeLike = E4M3
-    power_of_two_scales: bool = True
+    fast_accumulation: tuple[Product, ...] = dataclasses.field(default=("forward",), repr=False)
+    power_of_two_scales: bool = dataclasses.field(default=True, repr=False)
     scalings = dict.fromkeys(("activation", "kernel", "gradient"), ("block_1x32", "block_1x32"))
 
     def __post_init__(self):

@@ -78,6 +78,15 @@ def test_gradients_and_sums_unless_the_user_says_otherwise(kind, gradient, scali
     assert recipe.fast_accumulation == ("forward",)
 
 
+@pytest.mark.parametrize("kind", [CurrentScaling, RowwiseScaling, BlockScaling, MXFP8Scaling, DelayedScaling])
+def test_a_recipe_prints_the_options_that_change_results(kind):
+    without_effect = {
+        BlockScaling: {"fast_accumulation"}, MXFP8Scaling: {"fast_accumulation", "power_of_two_scales"}
+    }.get(kind, set())  # fmt: skip
+    fields = {field.name for field in dataclasses.fields(kind)} - {"forward_dtype", *without_effect}
+    assert set(re.findall(r"(\w+)=", repr(kind()))) == fields
+
+
 def test_the_order_of_names_makes_no_other_recipe():
     one, other = (
         DelayedScaling(fast_accumulation=names) for names in (("dgrad", "wgrad"), ("wgrad", "dgrad", "wgrad"))

@@ -14,10 +14,10 @@ from te_jax.layers import delayed_scaling
 OverwriteWithGradient: type[nnx.Variable[Any]] = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True
 )
-"""Flax's variable type for state whose gradient is its next value, such as that of delayed scaling.
+OverwriteWithGradient.__doc__ = """Flax's variable type for state whose gradient is its next value.
 
-It is what `flax.nnx.bridge` makes of Linen's collection "_overwrite_with_gradient". Differentiate it together with the
-parameters, and keep it from the optimizer:
+The state of delayed scaling has this type. It is what `flax.nnx.bridge` makes of Linen's collection
+"_overwrite_with_gradient". Differentiate it together with the parameters, and keep it from the optimizer:
 
     grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient)))(model, batch)
     optimizer.update(model, grads)           # nnx.Optimizer(model, tx, wrt=nnx.Param)

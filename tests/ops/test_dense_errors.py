@@ -35,7 +35,9 @@ SHORT_STATE = DelayedScalingState(HISTORY, HISTORY, HISTORY[:1], np.ones((), np.
         (X, KERNEL, BIAS[:16], {}, "bias has shape (16,); for a kernel of shape (64, 48) it must be (48,)"),
         (X, KERNEL[:32], None, {}, "kernel has shape (32, 48), whose first dimensions (32,) are contracted"),
         (X, KERNEL, None, {"kernel_contracting": "last"},
-         "kernel has shape (64, 48), whose last dimensions (48,) are contracted"),
+         "kernel has shape (64, 48), whose last dimensions (48,) are contracted; the last ones of x (the inputs) must "
+         "be the same, and x has shape (32, 64): pass kernel_contracting='first'"),
+        (X, KERNEL.T, None, {}, "x has shape (32, 64): pass kernel_contracting='last'"),
         (X, KERNEL, None, {"kernel_contracting": "rows"}, "kernel_contracting is 'rows'; it must be 'first' or 'last'"),
         (X, KERNEL, None, {"contracting_ndim": 0}, "contracting_ndim is 0; it must be an integer of at least 1"),
         (X, KERNEL, None, {"contracting_ndim": True}, "contracting_ndim is True; it must be an integer of at least 1"),

@@ -184,10 +184,15 @@ class Shape(NamedTuple):
         place = contracting_ndim if first else kernel.ndim - contracting_ndim
         groups = kernel.shape[:place], kernel.shape[place:]
         inner, outer = groups if first else groups[::-1]
-        if x.shape[-contracting_ndim:] != inner:
+        inputs = x.shape[-contracting_ndim:]
+        if inputs != inner:
+            other = "last" if first else "first"
+            fits = inputs == (kernel.shape[-contracting_ndim:] if first else kernel.shape[:contracting_ndim])
             raise ValueError(
                 f"{name} has shape {kernel.shape}, whose {kernel_contracting} dimensions {inner} are contracted; the "
                 f"last ones of x (the inputs) must be the same, and x has shape {x.shape}"
+                + f": pass kernel_contracting={other!r}"
+                * fits
             )
         return cls(x.shape[:-contracting_ndim], inner, outer)
 
