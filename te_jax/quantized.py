@@ -17,11 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from te_jax._core.derivatives import without_gradient
-from te_jax._core.types import BLOCK, E8M0, MX_BLOCK
+from te_jax._core.types import BLOCK, E8M0, MX_BLOCK, T
 from te_jax.recipe import Recipe, Scaling
 from te_jax.sharding import INLINE, blocks
 
 __all__ = ["QuantizedArray", "scale_shape"]
+
 
 _NO_GRADIENT = (
     "the values of a QuantizedArray with straight_through are read by dequantize() and differentiated: its gradient is "
@@ -105,7 +106,7 @@ class Facts:
         """How many values along a dimension share a scale of blocks; 1 without blocks."""
         return self.summed_block or 1
 
-    def of_scales(self, outer: tuple[Any, ...], summed: tuple[Any, ...]) -> tuple[Any, ...]:
+    def of_scales(self, outer: tuple[T, ...], summed: tuple[T, ...]) -> tuple[T, ...]:
         """Selects what belongs to the dimensions of scales, in their order, of what belongs to those of the copy."""
         outer = () if self.outer_block is None else outer
         summed = () if self.summed_block is None else summed
@@ -227,12 +228,12 @@ class QuantizedArray:
         return dataclasses.replace(self, transposed=None, transposed_scale_inv=None)
 
 
-def _serialize_meta(meta: Any) -> bytes:
+def _serialize_meta(meta: tuple[Any, ...]) -> bytes:
     *others, dtype = meta
     return json.dumps([*others, np.dtype(dtype).name]).encode()
 
 
-def _deserialize_meta(serialized: bytes | bytearray) -> tuple[Any, ...]:
+def _deserialize_meta(serialized: bytes | bytearray) -> tuple[object, ...]:
     *others, dtype = json.loads(serialized)
     return (*others, jnp.dtype(dtype))
 

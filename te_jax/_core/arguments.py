@@ -6,11 +6,12 @@ import math
 import numbers
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
 
-def is_whole_number(value: Any) -> bool:
+def is_whole_number(value: object) -> bool:
     """Whether the value is an integer of Python or NumPy; True and False are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -30,7 +31,7 @@ def as_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def as_dtype(subject: str, value: Any, allowed: tuple[np.dtype, ...], rule: str) -> np.dtype:
+def as_dtype(subject: str, value: jax.typing.DTypeLike | None, allowed: tuple[np.dtype, ...], rule: str) -> np.dtype:
     """The dtype that a value names, one of those allowed.
 
     Args:
@@ -48,7 +49,7 @@ def as_dtype(subject: str, value: Any, allowed: tuple[np.dtype, ...], rule: str)
     return dtype
 
 
-def static_way_out(value: Any) -> str:
+def static_way_out(value: object) -> str:
     """The end of an error about an argument that must be known while tracing: the way out, if it is traced.
 
     `jax.jit` takes whatever has a dtype for an array, also a DecoderConfig or a Quantization.
@@ -57,6 +58,6 @@ def static_way_out(value: Any) -> str:
     return way_out if isinstance(value, Tracer) else ""
 
 
-def kind_of(x: Any) -> str:
+def kind_of(x: object) -> str:
     """A description of x for errors, without its values."""
     return "None" if x is None else f"of type {type(x).__name__}"

@@ -6,7 +6,6 @@ Rounding has a derivative of zero, silently: layers in FP8 define first derivati
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,11 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from te_jax._core.types import PyTree
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def not_differentiated(x: Any, reason: str) -> Any:
+def not_differentiated(x: PyTree, reason: str) -> PyTree:
     """A tree x, whose derivative is an error that says why."""
     del reason
     return x
@@ -29,7 +30,7 @@ def _(reason, *_):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def without_gradient(result: Any, x: Any, reason: str) -> Any:
+def without_gradient(result: PyTree, x: PyTree, reason: str) -> PyTree:
     """A result, which follows from x and has a derivative of zero: a gradient that comes through it is an error. Inside
     `shard_map` only under jit."""
     del x, reason
@@ -74,7 +75,7 @@ def _batch_straight_through(operands, dims):
 batching.primitive_batchers[_straight_through_p] = _batch_straight_through
 
 
-def differentiated_once(x: Any, name: str) -> Any:
+def differentiated_once(x: PyTree, name: str) -> PyTree:
     """x on its way into a quantization, or with what came of it, where the rules of the layer `name` lie around it."""
     return not_differentiated(
         x, f"{name} in FP8 is differentiated once, by its own rules; for second derivatives use recipe=None"

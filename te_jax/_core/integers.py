@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 
-def validate_integers(name: str, x: Any) -> None:
+def validate_integers(name: str, x: object) -> None:
     """Checks that JAX holds the values of an argument, before it makes an array of them: it would wrap them silently.
 
     Raises:

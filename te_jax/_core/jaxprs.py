@@ -6,13 +6,17 @@ Differences between the versions of JAX that te_jax supports end here.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax import Array, lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
+
+Atom = Var | Literal
+Program = Jaxpr | ClosedJaxpr
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")
 """They run a jaxpr as it is. The last is jax 0.11's for closed_call."""
@@ -32,23 +36,23 @@ MOVES = ("sharding_constraint", "reshard", "mesh_cast", "all_gather", "all_gathe
 """They return their operand on other devices."""
 
 
-def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+def opened(jaxpr: Program) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, closed or not, and its constants."""
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
 
 
-def called(eqn: Any) -> Any:
+def called(eqn: JaxprEqn) -> Program:
     """The jaxpr of an equation that calls one function."""
     return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "call") if name in eqn.params)
 
 
-def inner(eqn: Any) -> list[Jaxpr]:
+def inner(eqn: JaxprEqn) -> list[Jaxpr]:
     """All jaxprs of an equation."""
     values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,))]
     return [opened(value)[0] for value in values if isinstance(value, ClosedJaxpr | Jaxpr)]
 
 
-def scan_parts(eqn: Any) -> tuple[int, int]:
+def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """The places of the first carried and of the first scanned operand."""
     if "ft_in" in eqn.params:  # from JAX 0.11 on
         first, carried = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
@@ -57,11 +61,15 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
     return first, first + carried
 
 
-def variables(atoms: Iterable[Any]) -> list[Var]:
+def type_of(atom: Atom) -> ShapedArray:
+    return cast(ShapedArray, atom.aval)
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def part(jaxpr: Jaxpr, eqns: Sequence[Any], results: Sequence[Any]) -> ClosedJaxpr:
+def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> ClosedJaxpr:
     """Some equations of a jaxpr as a program of their own, whose operands are the variables that they read."""
     made = {var for eqn in eqns for var in eqn.outvars}
     read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars) if var not in made)
@@ -77,24 +85,24 @@ class Values:
       jaxpr: without its constants.
     """
 
-    def __init__(self, jaxpr: Any, operands: Sequence[Any]) -> None:
+    def __init__(self, jaxpr: Program, operands: Sequence[Any]) -> None:
         self.jaxpr, consts = opened(jaxpr)
         operands_of = (*self.jaxpr.constvars, *self.jaxpr.invars)
-        self._values: dict[Any, Any] = dict(zip(operands_of, (*consts, *operands), strict=True))
-        self._postponed: list[Any] = []
+        self._values: dict[Var, Any] = dict(zip(operands_of, (*consts, *operands), strict=True))
+        self._postponed: list[JaxprEqn] = []
         self._uses = collections.Counter(variables(self.jaxpr.outvars))
         for eqn in self.jaxpr.eqns:
             self._uses.update(variables(eqn.invars))
 
-    def postpone(self, eqn: Any) -> None:
+    def postpone(self, eqn: JaxprEqn) -> None:
         """Lets an equation run as it is, together with its neighbours, before anything is read."""
         self._postponed.append(eqn)
 
-    def known(self, atoms: Iterable[Any]) -> list[Any]:
+    def known(self, atoms: Iterable[Atom]) -> list[Any]:
         """The values of those variables that no postponed equation makes."""
         return [self._values[var] for var in variables(atoms) if var in self._values]
 
-    def read(self, atoms: Iterable[Any]) -> list[Any]:
+    def read(self, atoms: Iterable[Atom]) -> list[Any]:
         eqns, self._postponed = self._postponed, []
         inside = collections.Counter(var for eqn in eqns for var in variables(eqn.invars))
         kept = [var for eqn in eqns for var in eqn.outvars if self._uses[var] > inside[var]]
@@ -102,16 +110,16 @@ class Values:
             self._values.update(zip(kept, run(part(self.jaxpr, eqns, kept), self._values), strict=True))
         return [atom.val if isinstance(atom, Literal) else self._values[atom] for atom in atoms]
 
-    def write(self, eqn: Any, results: Sequence[Any]) -> None:
+    def write(self, eqn: JaxprEqn, results: Sequence[Any]) -> None:
         self._values.update(zip(eqn.outvars, results, strict=True))
 
 
-def run(closed: ClosedJaxpr, values: Any) -> list[Any]:
+def run(closed: ClosedJaxpr, values: Mapping[Var, Any]) -> list[Array]:
     """The results of a part of a jaxpr, from values by variable."""
     return jaxpr_as_fun(closed)(*(values[var] for var in closed.jaxpr.invars))
 
 
-def remade(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
+def remade(eqn: JaxprEqn, function: Callable[..., Sequence[Array]], operands: Sequence[Array]) -> list[Array]:
     """The results of a call, checkpoint, scan or shard_map with a function in the place of its jaxpr.
 
     Args:
@@ -128,7 +136,7 @@ def remade(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[
     if eqn.primitive.name == "scan":
         first, last = scan_parts(eqn)
 
-        def body(carry: Any, xs: Any) -> Any:
+        def body(carry: Sequence[Array], xs: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
             results = function(*operands[:first], *carry, *xs)
             return results[: last - first], results[last - first :]
 
@@ -136,7 +144,7 @@ def remade(eqn: Any, function: Callable[..., Sequence[Any]], operands: Sequence[
         carry, ys = lax.scan(body, operands[first:last], operands[last:], **options)
         return [*carry, *ys]
 
-    def local(*arrays: Any) -> Any:
+    def local(*arrays: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         results = function(*arrays)
         return tuple(results[: len(eqn.outvars)]), tuple(results[len(eqn.outvars) :])
 

@@ -23,6 +23,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
+from te_jax._core.types import PyTree
+
 Kind = Literal["sum", "max", "min", "norm"]
 
 
@@ -52,7 +54,7 @@ def requested() -> Request | None:
     return _request.value
 
 
-def requesting(request: Request | None) -> contextlib.AbstractContextManager[Any]:
+def requesting(request: Request | None) -> contextlib.AbstractContextManager[object]:
     """A context in which functions are traced with this request."""
     return _request(request)
 
@@ -115,7 +117,7 @@ def current_layer() -> Layer | None:
     return _layer.get()
 
 
-def links_of(kernels: Sequence[Any]) -> tuple[Array, ...]:
+def links_of(kernels: Sequence[PyTree]) -> tuple[Array, ...]:
     """A link for each kernel, plain or quantized, if there is a request; else none."""
     if requested() is None:
         return ()
@@ -191,7 +193,7 @@ def tag(arrays: Sequence[Array], links: Sequence[Array], statistics: Sequence[Ar
     return _tag_p.bind(*arrays, *links, *statistics, static=static, num_arrays=len(arrays), num_links=len(links))
 
 
-def identity_of(kind: Kind, dtype: Any) -> Any:
+def identity_of(kind: Kind, dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Value that changes nothing that it is combined with."""
     if kind in ("sum", "norm"):
         return np.zeros((), dtype)

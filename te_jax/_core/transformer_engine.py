@@ -7,7 +7,7 @@ import opcode
 import sys
 from typing import Any, TypeVar
 
-_T = TypeVar("_T", bound=type[Any])
+_T = TypeVar("_T", bound=type)
 
 _PAGE = "see docs/transformer_engine.md"
 _RECIPE = "recipe=… of each layer, or te_jax.nnx.convert(model, recipe) and te_jax.flax.convert for a model"
@@ -99,7 +99,7 @@ def names_arguments(recipe: _T) -> _T:
     init = recipe.__init__
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: object, *args: object, **kwargs: object) -> None:
         for name in _ARGUMENTS.keys() & kwargs:
             hint = f"in place of TransformerEngine's {name} use {_ARGUMENTS[name]}; {_PAGE}"
             raise TypeError(f"{recipe.__name__} has no argument {name!r}: {hint}")

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import jax.numpy as jnp
 import numpy as np
+
+T = TypeVar("T")
+PyTree = Any
+"""A tree of arrays, or of one value for each array, such as its PartitionSpec: JAX has no type for trees."""
 
 FLOATS = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 FLOAT_NAMES = "float32, bfloat16 or float16"
