@@ -6,7 +6,6 @@ JAX tracks that as the varying axes of an array's type, except in `pmap` and wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,11 +13,13 @@ from jax import Array, lax
 from jax.dtypes import float0
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from te_jax._core.types import PyTree, T
+
 Axes = tuple[str, ...]
 AxisName = str | tuple[str, ...]
 
 
-def as_axis_names(name: str, axes: Any) -> Axes:
+def as_axis_names(name: str, axes: object) -> Axes:
     """The mesh axes that an argument names: one, several, or None for none."""
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, tuple | list) or not all(isinstance(axis, str) for axis in names):
@@ -26,7 +27,7 @@ def as_axis_names(name: str, axes: Any) -> Axes:
     return tuple(names)
 
 
-def mapped_axes(axis_name: Any, argument: str = "axis_name") -> tuple[Axes, int]:
+def mapped_axes(axis_name: object, argument: str = "axis_name") -> tuple[Axes, int]:
     """The mesh axes that an argument names, and the number of devices along them.
 
     Raises:
@@ -59,7 +60,7 @@ def axes_of_entry(entry: str | tuple[str, ...] | None) -> Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def varying_axes(*operands: Any) -> frozenset[str]:
+def varying_axes(*operands: PyTree) -> frozenset[str]:
     """The mesh axes over which any leaf of the operands varies; empty where JAX does not track them."""
     types = [jax.typeof(x) for x in jax.tree.leaves(operands)]
     return frozenset().union(*(type_.manual_axis_type.varying for type_ in types))
@@ -76,7 +77,7 @@ def varying_over(x: Array, axes: frozenset[str]) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def varying_together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
+def varying_together(operands: T, axes: frozenset[str] = frozenset()) -> T:
     """A tree whose leaves all vary over the axes that any of them varies over, and over `axes`.
 
     JAX then sums gradients over those axes outside, as it does for its own operations.
@@ -85,7 +86,7 @@ def varying_together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
     return jax.tree.map(lambda x: varying_over(x, axes), operands)
 
 
-def together(one: Any, other: Any) -> tuple[Any, Any]:
+def together(one: PyTree, other: PyTree) -> tuple[PyTree, PyTree]:
     """Both trees, and nothing that uses one begins before all of both is computed.
 
     An optimization barrier marks all that passes it as varying over the axes over which any of it varies. So what
@@ -128,12 +129,12 @@ def current_mesh() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
-def axes_of_type(x: Any) -> Axes:
+def axes_of_type(x: Array) -> Axes:
     """The Auto and Explicit mesh axes that the type of x says it is split over."""
     return tuple(axis for entry in jax.typeof(x).sharding.spec for axis in axes_of_entry(entry))
 
 
-def mesh_of(*operands: Any) -> Any:
+def mesh_of(*operands: PyTree) -> AbstractMesh:
     """The mesh of the context, or the one that the operands' types name. Under vmap only the context leaves out the
     axes over which the mapped dimension is split."""
     context = jax.sharding.get_abstract_mesh()
@@ -141,7 +142,7 @@ def mesh_of(*operands: Any) -> Any:
     return context if not context.empty else next(named, context)
 
 
-def may_be_split(x: Any) -> bool:
+def may_be_split(x: Array) -> bool:
     """Whether x, or what XLA makes of it, may be split over devices that no shard_map has mapped."""
     mesh = mesh_of(x)
     return any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
@@ -181,7 +182,7 @@ def validate_not_a_partial_sum(name: str, x: Array) -> None:
         )
 
 
-def validate_split(name: str, x: Any, axes: Sequence[str], remedy: str, argument: str = "axis_name") -> None:
+def validate_split(name: str, x: PyTree, axes: Sequence[str], remedy: str, argument: str = "axis_name") -> None:
     """Checks that x is split over mesh axes, where JAX tracks that.
 
     Raises:

@@ -19,7 +19,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from te_jax._version import __version__
-from te_jax.sharding.axes import axes_of_entry, axes_of_type, mesh_of
+from te_jax.sharding.axes import Axes, axes_of_entry, axes_of_type, mesh_of
 from te_jax.sharding.local_call import Reuse, bind_local_call
 from te_jax.sharding.rule import Rule
 
@@ -78,11 +78,11 @@ def per_shard(
     def decorate(function: Callable[..., Results]) -> Callable[..., Results]:
         # The same static arguments give the same object, by which eager calls find what is compiled.
         @functools.cache
-        def bind(static: tuple[tuple[str, Any], ...]) -> Callable[..., Results]:
+        def bind(static: tuple[tuple[str, Hashable], ...]) -> Callable[..., Results]:
             return dispatch.bound(functools.partial(function, **dict(static)))
 
         @functools.wraps(function)
-        def wrapper(*operands: Array, axes: Mapping[str, Any] | None = None, **static: Any) -> Results:
+        def wrapper(*operands: Array, axes: Mapping[str, Axes] | None = None, **static: Any) -> Results:
             if axes:  # the caller is inside shard_map and says itself what is split
                 return function(*operands, axes=axes, **undecided, **static)
             decided = static.pop("reuse", None)
@@ -91,7 +91,7 @@ def per_shard(
             call = bind(tuple(sorted(static.items())))
             return call(*operands)
 
-        def observable(*operands: Array, **static: Any) -> Results:
+        def observable(*operands: Array, **static: Hashable) -> Results:
             return dispatch.observable(functools.partial(function, **undecided, **static), *operands)
 
         decorated: Any = wrapper
@@ -119,7 +119,7 @@ class _Dispatch:
         self.reuse = reuse
 
     def __call__(self, function: Callable[..., Results], *operands: Array) -> Results:
-        def body(*operands: Array, **reuse: Any) -> Results:
+        def body(*operands: Array, **reuse: Reuse) -> Results:
             return self.run(function, operands, reuse)
 
         return bind_local_call(body, self.reuse, self.bound(function), operands)
@@ -129,7 +129,7 @@ class _Dispatch:
         """The dispatch of one function; always the same object for it."""
         return functools.partial(self, function)
 
-    def run(self, function: Callable[..., Results], operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
+    def run(self, function: Callable[..., Results], operands: Sequence[Array], reuse: dict[str, Reuse]) -> Results:
         """Runs under the operands' shardings; `reuse` is empty, or {"reuse": …} as decided."""
         mesh = mesh_of(*operands)
         if any(axis in mesh.explicit_axes for operand in operands for axis in axes_of_type(operand)):
@@ -178,7 +178,7 @@ class _Dispatch:
                         stacklevel=2,
                     )
 
-    def _over_explicit_axes(self, function, mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
+    def _over_explicit_axes(self, function, mesh, operands: Sequence[Array], reuse: dict[str, Reuse]) -> Results:
         specs = [jax.typeof(x).sharding.spec for x in operands]
         assignment, axes = self._assign(specs, [x.shape for x in operands], mesh)
 
@@ -199,7 +199,7 @@ class _Dispatch:
             axis_names=set() if mesh.are_all_axes_explicit else set(mesh.explicit_axes),
         )(*moved)
 
-    def _over_auto_axes(self, function, trace_mesh, operands: Sequence[Array], reuse: dict[str, Any]) -> Results:
+    def _over_auto_axes(self, function, trace_mesh, operands: Sequence[Array], reuse: dict[str, Reuse]) -> Results:
         body = jax.make_jaxpr(functools.partial(function, axes={}, **reuse))(*operands)
 
         # Inside a partly manual shard_map XLA counts devices in the order in which shards of the first result lie on
@@ -228,7 +228,7 @@ class _Dispatch:
         shapes = [x.shape for x in operands]
         rule, short = self.rule.fitted(shapes, self.sizes)
         replicated = {*self.replicated, *short, *rule.minor_factors}
-        factor_sizes: dict[str, Any] = rule.shardy_sizes(rule.factor_sizes(shapes, self.sizes))
+        factor_sizes: dict[str, int] = rule.shardy_sizes(rule.factor_sizes(shapes, self.sizes))
         whole.def_partition(
             partition,
             decode_shardings=False,  # _decode does it
@@ -244,7 +244,7 @@ class _Dispatch:
         with set_xla_metadata(te_jax=self._digest(function, reuse, body)):
             return whole(*operands)[scalars:]
 
-    def _digest(self, function: Callable[..., Results], reuse: dict[str, Any], body: ClosedJaxpr) -> str:
+    def _digest(self, function: Callable[..., Results], reuse: dict[str, Reuse], body: ClosedJaxpr) -> str:
         """A hash of the call and of how it is split, the same in every process."""
         settings = (self.rule.text, self.axes_of, self.replicated, sorted(self.sizes.items()), self.reuse)
         static = _static_values(function)
@@ -255,7 +255,7 @@ class _Dispatch:
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 
 
-def _static_values(function: Callable[..., Results]) -> tuple[Any, ...]:
+def _static_values(function: Callable[..., Results]) -> tuple[object, ...]:
     """Name, static arguments and closure of a local function."""
     bound = functools.partial(function)  # of a partial, the same function with the same arguments
     captured = inspect.getclosurevars(bound.func).nonlocals

@@ -9,27 +9,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from te_jax._core.integers import as_int32
+from te_jax._core.types import PyTree, T
 from te_jax.sharding.axes import axes_of_entry
 
 Shape = tuple[int, ...]
+Entry = str | tuple[str, ...] | None
 
 
-def is_explicit(*operands: Any) -> bool:
+def is_explicit(*operands: PyTree) -> bool:
     """Whether any leaf lies on a mesh with Explicit axes."""
     return any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(operands))
 
 
-def moved(x: Array, spec: PartitionSpec, mesh: Any = None) -> Array:
+def moved(x: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh | None = None) -> Array:
     """x, which lies on an Explicit mesh, with another PartitionSpec."""
     sharding = jax.typeof(x).sharding
     return x if sharding.spec == spec else jax.reshard(x, NamedSharding(mesh or sharding.mesh, spec))
@@ -63,7 +64,7 @@ def layout_of_product(x: Array, batch_ndim: int, kernel: Array, out: slice) -> L
     return Layout(np.dtype(x.dtype), NamedSharding(mesh, PartitionSpec(*batch, *_free(specs[1][out], batch))))
 
 
-def _free(entries: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
+def _free(entries: Sequence[Entry], taken: Sequence[Entry]) -> list[Entry]:
     """The entries of a PartitionSpec, None where they name axes that others have taken."""
     axes = {axis for entry in taken for axis in axes_of_entry(entry)}
     return [None if axes & set(axes_of_entry(entry)) else entry for entry in entries]
@@ -151,19 +152,21 @@ def padded(x: Array, padding: int, axis: int) -> Array:
     return jnp.pad(x, [(0, padding if i == axis else 0) for i in range(x.ndim)])
 
 
-def shards_of(sharding: NamedSharding, entry: str | tuple[str, ...] | None) -> int:
+def shards_of(sharding: NamedSharding, entry: Entry) -> int:
     """The number of shards that an entry of a PartitionSpec makes of a dimension."""
     return math.prod(sharding.mesh.shape[axis] for axis in axes_of_entry(entry))
 
 
-def shard_map(local: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
+def shard_map(
+    local: Callable[..., T], mesh: Mesh | AbstractMesh, in_specs: tuple[PyTree, ...], out_specs: PyTree
+) -> Callable[..., T]:
     """`jax.shard_map` that moves operands along Explicit axes to their in_specs, as JAX does along Auto axes."""
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     explicit = mesh.abstract_mesh.explicit_axes
     if not explicit:
         return mapped
 
-    def place(spec: PartitionSpec, argument: Any) -> Any:
+    def place(spec: PartitionSpec, argument: Array) -> Array:
         entries = (tuple(axis for axis in axes_of_entry(entry) if axis in explicit) for entry in spec)
         return jax.reshard(argument, NamedSharding(mesh, PartitionSpec(*entries)))
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from te_jax._core import jaxprs
 from te_jax.sharding.axes import varying_axes, varying_over
 
 
 def of_this_device(
-    closed: ClosedJaxpr, operands: Sequence[Any], batch_axes: Sequence[str], states: Sequence[Any] = ()
+    closed: ClosedJaxpr, operands: Sequence[Array], batch_axes: Sequence[str], states: Sequence[Array] = ()
 ) -> ClosedJaxpr:
     """A program whose random numbers, and whose sums of gradients, are right where devices have parts of a batch.
 
@@ -48,7 +47,7 @@ def of_this_device(
 
 
 class _Retyped:
-    def __init__(self, batch_axes: frozenset[str], states: Sequence[Any]) -> None:
+    def __init__(self, batch_axes: frozenset[str], states: Sequence[Array]) -> None:
         self.batch_axes = batch_axes
         self.states = states
 
@@ -63,7 +62,7 @@ class _Retyped:
             for eqn in jaxpr.eqns
         )
 
-    def call(self, jaxpr: Any, *operands: Any) -> list[Any]:
+    def call(self, jaxpr: jaxprs.Program, *operands: Array) -> list[Array]:
         """The results of a jaxpr; operands vary over the axes of their types in it, or over more."""
         values = jaxprs.Values(jaxpr, operands)
         for eqn in values.jaxpr.eqns:
@@ -72,7 +71,7 @@ class _Retyped:
                 values.write(eqn, self._apply(as_traced, eqn, arguments))
         return values.read(values.jaxpr.outvars)
 
-    def _apply(self, as_traced: Callable[..., list[Any]], eqn: Any, arguments: list[Any]) -> Sequence[Any]:
+    def _apply(self, as_traced: Callable[..., list[Array]], eqn: JaxprEqn, arguments: list[Array]) -> Sequence[Array]:
         name, inner = eqn.primitive.name, jaxprs.inner(eqn)
         if name in _DRAWS:
             arguments[0] = self._key_of_device(arguments[0])
@@ -100,7 +99,7 @@ class _Retyped:
         results = eqn.primitive.bind(*_varying(arguments, axes), **eqn.params)
         return results if eqn.primitive.multiple_results else [results]
 
-    def _key_of_device(self, key: Any) -> Any:
+    def _key_of_device(self, key: Array) -> Array:
         axes = tuple(sorted(self.batch_axes - varying_axes(key)))
         if not axes:
             return key
@@ -109,11 +108,11 @@ class _Retyped:
             fold = jax.vmap(fold)
         return fold(key)
 
-    def _remade(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
+    def _remade(self, eqn: JaxprEqn, arguments: list[Array], axes: frozenset[str]) -> list[Array]:
         del axes
         return jaxprs.remade(eqn, functools.partial(self.call, jaxprs.called(eqn)), arguments)
 
-    def _cond(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
+    def _cond(self, eqn: JaxprEqn, arguments: list[Array], axes: frozenset[str]) -> list[Array]:
         index, *operands = arguments
         if any(x is state for x in operands for state in self.states) and varying_axes(index):
             raise ValueError(
@@ -128,7 +127,7 @@ class _Retyped:
                 "part: draw before apply_layers, and pass each layer its choice among its parameters"
             )
 
-        def branch(jaxpr: Any) -> Callable[..., list[Any]]:
+        def branch(jaxpr: jaxprs.Program) -> Callable[..., list[Array]]:
             return lambda *operands: _varying(self.call(jaxpr, *operands), axes)
 
         # Keys stay shared until they are drawn by.
@@ -139,37 +138,39 @@ class _Retyped:
         named = {name: run for names, run in zip(platforms, branches, strict=True) for name in names or ("default",)}
         return lax.platform_dependent(*operands, **named)
 
-    def _scan(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, arguments: list[Array], axes: frozenset[str]) -> list[Array]:
         del axes
         (first, last), body = jaxprs.scan_parts(eqn), eqn.params["jaxpr"]
         consts, carry, xs = arguments[:first], arguments[first:last], arguments[last:]
         carry = self._settled(body, consts, carry, xs)
 
-        def function(*operands: Any) -> list[Any]:
+        def function(*operands: Array) -> list[Array]:
             results, carried = self.call(body, *operands), operands[first:last]
             return [*_like(results[: len(carried)], carried), *results[len(carried) :]]
 
         return jaxprs.remade(eqn, function, [*consts, *carry, *xs])
 
-    def _while(self, eqn: Any, arguments: list[Any], axes: frozenset[str]) -> list[Any]:
+    def _while(self, eqn: JaxprEqn, arguments: list[Array], axes: frozenset[str]) -> list[Array]:
         del axes
         first = eqn.params["cond_nconsts"]
         last = first + eqn.params["body_nconsts"]
         carry = self._settled(eqn.params["body_jaxpr"], arguments[first:last], arguments[last:])
 
-        def proceeds(carry: Any) -> Any:
+        def proceeds(carry: list[Array]) -> Array:
             return self.call(eqn.params["cond_jaxpr"], *arguments[:first], *carry)[0]
 
-        def body(carry: Any) -> Any:
+        def body(carry: list[Array]) -> list[Array]:
             return _like(self.call(eqn.params["body_jaxpr"], *arguments[first:last], *carry), carry)
 
         return lax.while_loop(proceeds, body, carry)
 
-    def _settled(self, body: Any, consts: list[Any], carry: list[Any], xs: Sequence[Any] = ()) -> list[Any]:
+    def _settled(
+        self, body: ClosedJaxpr, consts: list[Array], carry: list[Array], xs: Sequence[Array] = ()
+    ) -> list[Array]:
         """The first carried values of a loop, varying over all axes over which those of later iterations vary."""
         variables = body.jaxpr.invars[len(consts) + len(carry) :]
         rows = [
-            var.aval.update(manual_axis_type=jax.typeof(x).manual_axis_type)
+            jaxprs.type_of(var).update(manual_axis_type=jax.typeof(x).manual_axis_type)
             for var, x in zip(variables, xs, strict=True)
         ]
         while True:
@@ -181,13 +182,15 @@ class _Retyped:
             carry = settled
 
     def _with_derivative(
-        self, as_traced: Callable[..., list[Any]], eqn: Any, arguments: list[Any], axes: frozenset[str]
-    ) -> list[Any]:
+        self, as_traced: Callable[..., list[Array]], eqn: JaxprEqn, arguments: list[Array], axes: frozenset[str]
+    ) -> list[Array]:
         """A function with a derivative of its own, which `jax.vjp` takes for operands of the types that it had."""
-        floats = [place for place, atom in enumerate(eqn.invars) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+        floats = [
+            place for place, atom in enumerate(eqn.invars) if jnp.issubdtype(jaxprs.type_of(atom).dtype, jnp.inexact)
+        ]
 
-        def gradients(arguments: list[Any], cotangents: list[Any]) -> Any:
-            def function(*chosen: Any) -> list[Any]:
+        def gradients(arguments: list[Array], cotangents: list[Array]) -> tuple[Array, ...]:
+            def function(*chosen: Array) -> list[Array]:
                 replaced = dict(zip(floats, chosen, strict=True))
                 return as_traced(*(replaced.get(place, x) for place, x in enumerate(arguments)))
 
@@ -195,7 +198,7 @@ class _Retyped:
 
         run = jax.custom_vjp(lambda *arguments: _varying(self.call(eqn.params["call_jaxpr"], *arguments), axes))
 
-        def backward(arguments: Sequence[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        def backward(arguments: Sequence[Array], cotangents: list[Array]) -> tuple[Array | None, ...]:
             types = [atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars]
             in_cotangents = self.call(jax.make_jaxpr(gradients)(*types), *arguments, *cotangents)
             replaced = dict(zip(floats, _varying(in_cotangents, axes), strict=True))
@@ -206,7 +209,7 @@ class _Retyped:
 
 
 _DRAWS = ("random_bits", "random_gamma")
-_FUNCTIONS: dict[str, Callable[[_Retyped, Any, list[Any], frozenset[str]], Sequence[Any]]] = {
+_FUNCTIONS: dict[str, Callable[[_Retyped, JaxprEqn, list[Array], frozenset[str]], Sequence[Array]]] = {
     **dict.fromkeys((*jaxprs.CALLS, *jaxprs.CHECKPOINTS), _Retyped._remade),
     "cond": _Retyped._cond,
     "scan": _Retyped._scan,
@@ -223,11 +226,13 @@ def _has_branches_of_devices(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _is_branch_of_devices(eqn: Any) -> bool:
+def _is_branch_of_devices(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "cond":
         return False
     index, *operands = eqn.invars
-    floats = [x for x in operands if not isinstance(x, Literal) and jnp.issubdtype(x.aval.dtype, jnp.inexact)]
+    floats = [
+        x for x in operands if not isinstance(x, Literal) and jnp.issubdtype(jaxprs.type_of(x).dtype, jnp.inexact)
+    ]
     return any(not _axes(index) <= _axes(x) for x in floats)
 
 
@@ -243,19 +248,19 @@ def _collective(jaxpr: Jaxpr, axes: frozenset[str]) -> str | None:
     return None
 
 
-def _as_traced(jaxpr: Jaxpr, eqn: Any, *arguments: Any) -> list[Any]:
+def _as_traced(jaxpr: Jaxpr, eqn: JaxprEqn, *arguments: Array) -> list[Array]:
     """The results of an equation of the jaxpr, for operands of the types that it had."""
     operands = {atom: x for atom, x in zip(eqn.invars, arguments, strict=True) if not isinstance(atom, Literal)}
     return jaxprs.run(jaxprs.part(jaxpr, [eqn], eqn.outvars), operands)
 
 
-def _axes(atom: Any) -> frozenset[str]:
-    return frozenset() if isinstance(atom, Literal) else atom.aval.manual_axis_type.varying
+def _axes(atom: jaxprs.Atom) -> frozenset[str]:
+    return frozenset() if isinstance(atom, Literal) else jaxprs.type_of(atom).manual_axis_type.varying
 
 
-def _varying(values: Sequence[Any], axes: frozenset[str]) -> list[Any]:
+def _varying(values: Sequence[Array], axes: frozenset[str]) -> list[Array]:
     return [varying_over(x, axes) for x in values]
 
 
-def _like(values: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+def _like(values: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
     return [varying_over(x, varying_axes(like)) for x, like in zip(values, carry, strict=True)]
