@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +13,36 @@ import optax
 from jax import Array, lax
 
 from te_jax._core.arguments import as_flag, is_whole_number
+from te_jax._core.types import PyTree
 from te_jax.optim import _bounds, _moments, _rounding
 from te_jax.optim._master import in_float32, master_weights
 from te_jax.optim._nonfinite import skip_nonfinite as skip_nonfinite_steps
 
-ScalarOrSchedule = float | Array | Callable[[Any], Any]
+ScalarOrSchedule = optax.ScalarOrSchedule
 
 
 class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: that of optax, and a bound for every block of a moment in float16 or FP8."""
 
     count: Array  # int32 (): steps taken  # pyright: ignore[reportIncompatibleMethodOverride]
-    mu: Any  # of the parameters' structure and shapes, mu_dtype
-    nu: Any  # of the parameters' structure and shapes, nu_dtype
-    mu_bounds: Any  # float32 [..., ceil(n / 128)] for a parameter [..., n]; None where mu needs none
-    nu_bounds: Any  # the same for nu
+    mu: PyTree  # of the parameters' structure and shapes, mu_dtype
+    nu: PyTree  # of the parameters' structure and shapes, nu_dtype
+    mu_bounds: PyTree  # float32 [..., ceil(n / 128)] for a parameter [..., n]; None where mu needs none
+    nu_bounds: PyTree  # the same for nu
 
 
 class _Step(NamedTuple):
     """Numbers of a step, the same for every parameter; float32 scalars."""
 
-    b1: Any
-    b2: Any
-    one_minus_b1: Any
-    one_minus_b2: Any
-    correction1: Any
-    correction1_next: Any
-    correction2: Any
-    eps: Any
-    eps_root: Any  # None for zero
+    b1: Array
+    b2: Array
+    one_minus_b1: Array
+    one_minus_b2: Array
+    correction1: Array
+    correction1_next: Array
+    correction2: Array
+    eps: Array
+    eps_root: Array | None  # None for zero
 
 
 def scale_by_adam(
@@ -49,9 +50,9 @@ def scale_by_adam(
     b2: float | Array = 0.999,
     eps: float | Array = 1e-8,
     eps_root: float | Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     *,
-    nu_dtype: Any = None,
+    nu_dtype: jax.typing.DTypeLike | None = None,
     nesterov: bool = False,
     stochastic_rounding: bool = True,
     seed: int | Array = 0,
@@ -100,12 +101,12 @@ def scale_by_adam(
     nesterov = as_flag("nesterov", nesterov)
     stochastic_rounding = as_flag("stochastic_rounding", stochastic_rounding)
 
-    def init(params: Any) -> ScaleByAdamState:
+    def init(params: PyTree) -> ScaleByAdamState:
         mu, nu = (jax.tree.map(lambda p, dtype=dtype: _moments.zeros(p, dtype), params) for dtype in dtypes)
         bounds = (_bounds.zeros(params) if _moments.is_scaled(d) else None for d in dtypes)
         return ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu, *bounds)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object):
         del params, extra_args
         if not isinstance(state, ScaleByAdamState):
             raise ValueError(
@@ -116,12 +117,12 @@ def scale_by_adam(
         count = jnp.asarray(optax.safe_increment(state.count))
         t, t_next = (jnp.asarray(n).astype(float) for n in (count, optax.safe_increment(count)))
         base1, base2 = (jnp.asarray(b, float) for b in (b1, b2))
-        step = _Step(
+        numbers = (
             *(b1, b2, 1 - b1, 1 - b2),
             *(1 - base1**t, 1 - base1**t_next, 1 - base2**t),
             *(eps, None if isinstance(eps_root, float) and eps_root == 0 else eps_root),
         )
-        step = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), step)
+        step = _Step(*jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), numbers))
         gradients, structure = jax.tree.flatten(updates)
         moments = [
             *(structure.flatten_up_to(tree) for tree in (state.mu, state.nu)),
@@ -215,13 +216,13 @@ def adam(
     b2: float | Array = 0.999,
     eps: float | Array = 1e-8,
     eps_root: float | Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     *,
-    nu_dtype: Any = None,
+    nu_dtype: jax.typing.DTypeLike | None = None,
     nesterov: bool = False,
     stochastic_rounding: bool = True,
     seed: int | Array = 0,
-    master_dtype: Any = None,
+    master_dtype: jax.typing.DTypeLike | None = None,
     skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adam` with moments in few bytes.
@@ -268,15 +269,15 @@ def adamw(
     b2: float | Array = 0.999,
     eps: float | Array = 1e-8,
     eps_root: float | Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: PyTree | Callable[[PyTree], PyTree] = None,
     *,
-    nu_dtype: Any = None,
+    nu_dtype: jax.typing.DTypeLike | None = None,
     nesterov: bool = False,
     stochastic_rounding: bool = True,
     seed: int | Array = 0,
-    master_dtype: Any = None,
+    master_dtype: jax.typing.DTypeLike | None = None,
     skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adamw` with moments in few bytes.
@@ -313,6 +314,6 @@ def adamw(
     return _finished(chain, master_dtype, skip_nonfinite)
 
 
-def _finished(chain: optax.GradientTransformation, master_dtype: Any, skip: bool):
+def _finished(chain: optax.GradientTransformation, master_dtype: jax.typing.DTypeLike | None, skip: bool):
     optimizer = in_float32(chain) if master_dtype is None else master_weights(chain, master_dtype)
     return skip_nonfinite_steps(optimizer) if as_flag("skip_nonfinite", skip) else optimizer

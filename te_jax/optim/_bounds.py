@@ -7,17 +7,20 @@ parameter need not divide it. Then the bounds' box must not name that dimension:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from te_jax._core.types import PyTree
 from te_jax.sharding import axes_of_entry, blocks
 
+_Entry = str | tuple[str, ...] | None
 _NNX_NAMES = ("out_sharding", "optimizer_sharding")
 
 
-def zeros(params: Any) -> Any:
+def zeros(params: PyTree) -> PyTree:
     """float32 zeros, one for each block of a parameter, of the structure of `params`.
 
     They are split as their parameters where the devices divide the blocks. Boxes with names of axes need a mesh for
@@ -26,11 +29,11 @@ def zeros(params: Any) -> Any:
     return jax.tree.map(_of_box, params, is_leaf=_is_box)
 
 
-def _is_box(x: Any) -> bool:
+def _is_box(x: object) -> bool:
     return _is_variable(x) or hasattr(x, "replace_boxed")  # a flax.core.meta.AxisMetadata
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     return hasattr(x, "set_metadata")  # an nnx.Variable
 
 
@@ -54,11 +57,11 @@ def _of_box(param: Any) -> Any:
     return bounds
 
 
-def _mesh(names: Any) -> Any:
+def _mesh(names: object) -> Mesh | AbstractMesh | None:
     return names.mesh if isinstance(names, NamedSharding) else None
 
 
-def _mesh_of(value: Any) -> Any:
+def _mesh_of(value: object) -> Mesh | AbstractMesh | None:
     sharding = getattr(value, "sharding", None)
     if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
         return sharding.mesh
@@ -66,7 +69,7 @@ def _mesh_of(value: Any) -> Any:
     return None if mesh.empty else mesh
 
 
-def _names(names: Any, shape: tuple[int, ...], mesh: Any, metadata: dict[str, Any]) -> Any:
+def _names(names: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh | None, metadata: Mapping[str, Any]) -> Any:
     """Names of the bounds' axes: those of the parameter, without the last unless the mesh divides the blocks."""
     entries = tuple(names.spec) if isinstance(names, NamedSharding) else tuple(names)
     if len(entries) < len(shape) or entries[-1] is None:
@@ -81,7 +84,7 @@ def _names(names: Any, shape: tuple[int, ...], mesh: Any, metadata: dict[str, An
     return PartitionSpec(*entries) if isinstance(names, PartitionSpec) else entries
 
 
-def _on_mesh(entry: Any, metadata: dict[str, Any]) -> Any:
+def _on_mesh(entry: _Entry, metadata: Mapping[str, Any]) -> _Entry:
     """The axes of the mesh that a rule of Flax gives to a logical axis."""
     from flax.core import spmd  # there is a box of Flax
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from te_jax._core.types import BLOCK
+from te_jax._core.types import BLOCK, PyTree
 
 
 class Packed(NamedTuple):
@@ -56,7 +56,7 @@ class Buckets:
     slots: tuple[_Slot, ...]
 
     @classmethod
-    def of(cls, tree: Any, *, largest: int = 2**16, labels: Any = None) -> Buckets:
+    def of(cls, tree: PyTree, *, largest: int = 2**16, labels: PyTree = None) -> Buckets:
         """Plans for trees like this one.
 
         Args:
@@ -83,7 +83,7 @@ class Buckets:
             ends[bucket] = start + _whole_blocks(shape)
         return cls(structure, tuple(slots))
 
-    def pack(self, tree: Any) -> Packed:
+    def pack(self, tree: PyTree) -> Packed:
         """The tree, or another of its structure and shapes, packed.
 
         Dtypes may differ from the plan's: float32 gradients of bfloat16 parameters stay float32. If the leaves of one
@@ -104,7 +104,7 @@ class Buckets:
         unbucketed = tuple(x for slot, x in zip(self.slots, leaves, strict=True) if slot.bucket is None)
         return Packed(buckets, unbucketed)
 
-    def unpack(self, packed: Packed) -> Any:
+    def unpack(self, packed: Packed) -> PyTree:
         """The tree of packed leaves.
 
         Raises:
@@ -123,7 +123,7 @@ class Buckets:
             )
         return _unpack(self, packed)
 
-    def _checked(self, tree: Any) -> list[Any]:
+    def _checked(self, tree: PyTree) -> list[Array]:
         leaves, structure = jax.tree.flatten(tree)
         if structure != self.structure:
             raise ValueError(f"tree has structure {structure}, and the buckets were planned for {self.structure}")
@@ -140,7 +140,7 @@ def _whole_blocks(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) // BLOCK) * BLOCK
 
 
-def _spread_labels(labels: Any, tree: Any) -> list[str]:
+def _spread_labels(labels: PyTree, tree: PyTree) -> list[str]:
     for label in jax.tree.leaves(labels):
         if not isinstance(label, str):
             raise ValueError(f"labels has {label!r} at a leaf; it must be a string")
@@ -152,11 +152,11 @@ def _spread_labels(labels: Any, tree: Any) -> list[str]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unpack(plan: Buckets, packed: Packed) -> Any:
+def _unpack(plan: Buckets, packed: Packed) -> PyTree:
     return _slices(plan, packed)
 
 
-def _slices(plan: Buckets, packed: Packed) -> Any:
+def _slices(plan: Buckets, packed: Packed) -> PyTree:
     leaves, unbucketed = [], iter(packed.leaves)
     for slot in plan.slots:
         if slot.bucket is None:
@@ -167,11 +167,11 @@ def _slices(plan: Buckets, packed: Packed) -> Any:
     return plan.structure.unflatten(leaves)
 
 
-def _unpack_forward(plan: Buckets, packed: Packed) -> tuple[Any, None]:
+def _unpack_forward(plan: Buckets, packed: Packed) -> tuple[PyTree, None]:
     return _slices(plan, packed), None  # no custom_vjp, through which second derivatives would not come
 
 
-def _unpack_backward(plan: Buckets, _: None, gradients: Any) -> tuple[Packed]:
+def _unpack_backward(plan: Buckets, _: None, gradients: PyTree) -> tuple[Packed]:
     # One concatenation, where JAX would add up as many padded arrays as there are leaves.
     return (plan.pack(gradients),)
 

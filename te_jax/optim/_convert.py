@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import Array, lax
 
+from te_jax._core.types import PyTree, T
 from te_jax.optim import _moments
 from te_jax.optim._adam import ScaleByAdamState
 from te_jax.optim._master import MasterWeightsState, convert_masters
@@ -19,7 +20,7 @@ _ADAM = (ScaleByAdamState, optax.ScaleByAdamState)
 _WRAPPERS = (MasterWeightsState, SkipNonfiniteState, DynamicLossScaleState)
 
 
-def convert_state(optimizer: optax.GradientTransformation, state: Any, params: Any) -> Any:
+def convert_state(optimizer: optax.GradientTransformation, state: PyTree, params: PyTree) -> PyTree:
     """Converts the state of one Adam into that of another, with which a run continues.
 
     It rounds moments to nearest if the new dtype is narrower, and keeps counts and schedules. It keeps masters, or
@@ -50,18 +51,18 @@ def convert_state(optimizer: optax.GradientTransformation, state: Any, params: A
     return jax.tree.map(_beside, _convert(like, state, params, "state"), like)
 
 
-def _beside(leaf: Any, like: Any) -> Any:
+def _beside(leaf: Array, like: Array) -> Array:
     """A leaf in the memory of another one: that of the host, if the optimizer is offloaded."""
     space = jax.typeof(like).memory_space
     return leaf if leaf is like or jax.typeof(leaf).memory_space == space else jax.device_put(leaf, space)
 
 
-def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
+def _convert(target: PyTree, source: PyTree, params: PyTree, where: str) -> PyTree:
     """The state `source`, which messages call `where`, in the form of the state `target`."""
     if isinstance(target, _ADAM) and isinstance(source, _ADAM):
         return _convert_adam(target, source, where)
     if isinstance(target, _WRAPPERS) or isinstance(source, _WRAPPERS):
-        wrappers: dict[type, list[tuple[Any, str]]] = {kind: [] for kind in _WRAPPERS}
+        wrappers: dict[type, list[tuple[PyTree, str]]] = {kind: [] for kind in _WRAPPERS}
         while isinstance(source, _WRAPPERS):
             wrappers[type(source)].append((source, where))
             source, where = source.inner, f"{where}.inner"
@@ -96,22 +97,22 @@ def _convert(target: Any, source: Any, params: Any, where: str) -> Any:
     )
 
 
-def _are_sequences(target: Any, source: Any) -> bool:
+def _are_sequences(target: object, source: object) -> bool:
     """Whether both are states of the same number of transforms, or the same NamedTuple."""
     if not isinstance(target, tuple | list) or not isinstance(source, tuple | list) or len(target) != len(source):
         return False
     return type(target) is type(source) or not (hasattr(target, "_fields") or hasattr(source, "_fields"))
 
 
-def _known_to(target: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+def _known_to(target: dict[str, T], source: dict[str, T]) -> dict[str, T]:
     """Hyperparameters under the names of `target`: dtypes and seeds are some as well, and may be new."""
     return {key: source.get(key, value) for key, value in target.items()}
 
 
-def _check_parameters(target: Any, source: Any, where: str, *, masks_may_differ: bool = False) -> None:
+def _check_parameters(target: PyTree, source: PyTree, where: str, *, masks_may_differ: bool = False) -> None:
     """Raises ValueError unless two trees belong to the same parameters: the same keys, and the same shapes."""
 
-    def shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
+    def shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
         leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_masked)
         return {
             jax.tree_util.keystr(path): None if isinstance(leaf, optax.MaskedNode) else np.shape(leaf)
@@ -135,7 +136,7 @@ def _check_parameters(target: Any, source: Any, where: str, *, masks_may_differ:
             )
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
@@ -151,8 +152,8 @@ def _check_keys(expected: list[str], found: list[str], where: str) -> None:
 
 
 def _convert_wrapped(
-    target: Any, wrappers: dict[type, list[tuple[Any, str]]], source: Any, params: Any, where: str
-) -> Any:
+    target: PyTree, wrappers: dict[type, list[tuple[PyTree, str]]], source: PyTree, params: PyTree, where: str
+) -> PyTree:
     if not isinstance(target, _WRAPPERS):
         return _convert(target, source, params, where)
     of_this_kind = wrappers[type(target)]
@@ -166,8 +167,8 @@ def _convert_wrapped(
     return before._replace(inner=inner)
 
 
-def _convert_adam(target: Any, source: Any, where: str) -> Any:
-    def convert(name: str) -> tuple[Any, Any]:
+def _convert_adam(target: PyTree, source: PyTree, where: str) -> PyTree:
+    def convert(name: str) -> tuple[PyTree, PyTree]:
         old, new = getattr(source, name), getattr(target, name)
         _check_parameters(new, old, f"{where}.{name}")
         old_bounds = getattr(source, f"{name}_bounds", None)

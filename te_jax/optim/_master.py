@@ -10,18 +10,20 @@ import numpy as np
 import optax
 from jax import Array, lax
 
+from te_jax._core.types import PyTree
+
 _BFLOAT16, _INT16 = np.dtype(jnp.bfloat16), np.dtype(np.int16)
 
 
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
-    master: Any  # of the parameters' structure and shapes, master_dtype; optax.MaskedNode for float32 parameters
-    inner: Any  # state of the wrapped transform
+    master: PyTree  # of the parameters' structure and shapes, master_dtype; optax.MaskedNode for float32 parameters
+    inner: PyTree  # state of the wrapped transform
 
 
 def master_weights(
-    inner: optax.GradientTransformation, dtype: Any = jnp.float32
+    inner: optax.GradientTransformation, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
     """Adds the updates of a transform to float32 weights; 16-bit parameters are these weights, rounded.
 
@@ -51,10 +53,10 @@ def master_weights(
     dtype = np.dtype(dtype)
     inner = optax.with_extra_args_support(inner)
 
-    def wide(tree: Any) -> Any:
+    def wide(tree: PyTree) -> PyTree:
         return jax.tree.map(_wide, tree)
 
-    def master_of(param: Any) -> Any:
+    def master_of(param: Any) -> Array | optax.MaskedNode:
         param_dtype = jnp.result_type(param)
         if param_dtype == jnp.float32:
             return optax.MaskedNode()
@@ -71,10 +73,10 @@ def master_weights(
             return jnp.zeros_like(param, dtype=dtype)
         return _reflected(np.int32(0), _bits(param)).astype(dtype) if dtype == _INT16 else param.astype(jnp.float32)
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: PyTree) -> MasterWeightsState:
         return MasterWeightsState(jax.tree.map(master_of, params), inner.init(wide(params)))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object):
         if params is None:
             raise ValueError("params is None: masters belong to parameters; call update(updates, state, params)")
         masters = jax.tree.map(_weight, params, state.master)
@@ -92,17 +94,17 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """The transform on gradients and parameters in float32; updates get the gradients' dtypes at its end."""
     inner = optax.with_extra_args_support(inner)
 
-    def wide(tree: Any) -> Any:
+    def wide(tree: PyTree) -> PyTree:
         return jax.tree.map(_wide, tree)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object):
         steps, state = inner.update(wide(updates), state, None if params is None else wide(params), **extra_args)
         return jax.tree.map(lambda step, g: step.astype(g.dtype), steps, updates), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def weights(params: Any, state: Any) -> Any:
+def weights(params: PyTree, state: PyTree) -> PyTree:
     """The float32 weights behind rounded parameters, for evaluation, checkpoints and other formats.
 
     Args:
@@ -138,10 +140,10 @@ def _wide(x: Any) -> Any:
     return jnp.asarray(x).astype(dtype)
 
 
-def convert_masters(target: Any, source: Any, params: Any) -> Any:
+def convert_masters(target: PyTree, source: PyTree, params: PyTree) -> PyTree:
     """The masters `source` in the form of the masters `target`; both belong to `params`."""
 
-    def convert(new: Any, old: Any, param: Any) -> Any:
+    def convert(new: Any, old: Any, param: Array) -> Array | optax.MaskedNode:
         if _is_masked(new) or _is_masked(old):
             return new
         if new.dtype == old.dtype:
@@ -156,11 +158,11 @@ def convert_masters(target: Any, source: Any, params: Any) -> Any:
     return jax.tree.map(convert, target, source, params, is_leaf=_is_masked)
 
 
-def _is_masked(master: Any) -> bool:
+def _is_masked(master: object) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
-def _weights(master: Any, params: Any) -> Any:
+def _weights(master: Any, params: PyTree) -> PyTree:
     """The weights of a parameter, or of as many as a mask or label of another optimizer stands for."""
     return jax.tree.map(_wide, params) if _is_masked(master) else _weight(params, master)
 
@@ -189,7 +191,7 @@ def _reflected(remainder: Array | np.int32, upper: Array) -> Array:
     return remainder ^ (upper << 15 >> 31)
 
 
-def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array, Any]:
+def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array, Array | optax.MaskedNode]:
     """The update of a parameter, and its next master."""
     if _is_masked(master):
         return step, master

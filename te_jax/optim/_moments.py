@@ -8,8 +8,7 @@ the bound is all that they need.
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -27,7 +26,7 @@ _MANTISSA = 0x007FFFFF
 _TARGET = {FLOAT8: 2.0**7, _FLOAT16: 2.0**12}
 
 
-def checked_dtype(name: str, dtype: Any) -> np.dtype | None:
+def checked_dtype(name: str, dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     """The dtype of a moment, or None for that of the parameter."""
     if dtype is None:
         return None
@@ -45,7 +44,7 @@ def is_scaled(dtype: np.dtype | None) -> bool:
     return dtype in _TARGET
 
 
-def zeros(param: Any, dtype: np.dtype | None) -> Array:
+def zeros(param: Array | jax.ShapeDtypeStruct, dtype: np.dtype | None) -> Array:
     """A moment before the first step."""
     param_dtype = jnp.result_type(param)
     if param_dtype not in (*_PLAIN, _FLOAT16):
@@ -65,7 +64,7 @@ def maxima(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def decode(values: Array, bounds: Array | None, dtype: Any, *, times: Array | None = None) -> Array:
+def decode(values: Array, bounds: Array | None, dtype: jax.typing.DTypeLike, *, times: Array | None = None) -> Array:
     """The moment in float32 (or float64), times a number: of blocks it is the scales that are multiplied by it."""
     wide = values.astype(dtype)
     if bounds is None:
@@ -93,7 +92,7 @@ def encode(x: Array, bounds: Array | None, dtype: np.dtype, bits: Array | None, 
     return _rounding.to_narrow_float(scaled, dtype, bits, positive=positive)
 
 
-def _scales(bounds: Array, dtype: Any, *, inverse: bool = False) -> Array:
+def _scales(bounds: Array, dtype: jax.typing.DTypeLike, *, inverse: bool = False) -> Array:
     """Factors from codes to values, one for each block: the bound's next power of two by the target's."""
     target = int(np.float32(_TARGET[np.dtype(dtype)]).view(np.int32))
     exponent = (lax.bitcast_convert_type(bounds, jnp.int32) + _MANTISSA) & _INFINITY

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from te_jax._core.arguments import is_finite_number
+from te_jax._core.types import PyTree
 from te_jax.sharding import AxisName, mapped_axes
 
 
@@ -19,7 +20,7 @@ class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`."""
 
     skipped: Array  # int32 (): steps left out so far
-    inner: Any  # state of the wrapped transform
+    inner: PyTree  # state of the wrapped transform
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -28,7 +29,7 @@ class DynamicLossScaleState(NamedTuple):
     loss_scale: Array  # float32 (): what the next loss is multiplied by
     finite_steps: Array  # int32 (): steps since the scale changed
     skipped: Array  # int32 (): steps left out so far
-    inner: Any  # state of the wrapped transform
+    inner: PyTree  # state of the wrapped transform
 
 
 def skip_nonfinite(
@@ -48,12 +49,12 @@ def skip_nonfinite(
     """
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> SkipNonfiniteState:
+    def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(jnp.zeros([], jnp.int32), inner.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object):
         finite = _all_finite(updates, axis_name)
-        updates, inner_state = _update_if(finite, inner, updates, state.inner, params, extra_args)
+        updates, inner_state = _update_if(finite, inner.update(updates, state.inner, params, **extra_args), state.inner)
         return updates, SkipNonfiniteState(state.skipped + (~finite).astype(jnp.int32), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -116,15 +117,17 @@ def dynamic_loss_scale(
         )
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> DynamicLossScaleState:
+    def init(params: PyTree) -> DynamicLossScaleState:
         # Two arrays, not one twice, which could not be donated.
         steps, skipped = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
         return DynamicLossScaleState(jnp.asarray(initial_scale, jnp.float32), steps, skipped, inner.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object):
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         finite = _all_finite(unscaled, axis_name)  # after what may overflow: scales below 1, and float64 gradients
-        updates, inner_state = _update_if(finite, inner, unscaled, state.inner, params, extra_args)
+        updates, inner_state = _update_if(
+            finite, inner.update(unscaled, state.inner, params, **extra_args), state.inner
+        )
         ratio, low, high = (jnp.asarray(number, jnp.float32) for number in (factor, smallest, largest))
         steps = jnp.where(finite, state.finite_steps + 1, 0)
         grows = steps >= jnp.asarray(growth_interval, jnp.int32)
@@ -136,7 +139,7 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def loss_scale(state: Any) -> Array:
+def loss_scale(state: PyTree) -> Array:
     """The factor by which to multiply the loss: float32 scalar.
 
     Args:
@@ -155,7 +158,7 @@ def loss_scale(state: Any) -> Array:
     return scales[0]
 
 
-def _all_finite(updates: Any, axis_name: AxisName | None) -> Array:
+def _all_finite(updates: PyTree, axis_name: AxisName | None) -> Array:
     flags = [jnp.asarray(True), *(jnp.all(jnp.isfinite(gradient)) for gradient in jax.tree.leaves(updates))]
     # As integers: of flags XLA makes a chain of ands, which it repeats in the loops of all leaves, for each all flags.
     finite = jnp.min(jnp.stack(flags).astype(jnp.int32))
@@ -164,7 +167,7 @@ def _all_finite(updates: Any, axis_name: AxisName | None) -> Array:
     return finite > 0
 
 
-def _update_if(finite: Array, inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]):
-    steps, after = inner.update(updates, state, params, **extra_args)
+def _update_if(finite: Array, update: tuple[PyTree, PyTree], state: PyTree) -> tuple[PyTree, PyTree]:
+    steps, after = update
     steps = jax.tree.map(lambda step: jnp.where(finite, step, jnp.zeros_like(step)), steps)
     return steps, jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import optax
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from te_jax._core import jaxprs
 from te_jax._core.arguments import is_whole_number
+from te_jax._core.types import PyTree
 from te_jax.sharding import together
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -58,28 +58,30 @@ def offload(optimizer: optax.GradientTransformation, *, min_size: int = 2**20) -
         raise ValueError(f"min_size is {min_size!r}: it must be a number of bytes, 0 or more")
     inner = optax.with_extra_args_support(optimizer)
 
-    def leaves_device(leaf: Any) -> bool:
+    def leaves_device(leaf: Array) -> bool:
         return leaf.size * leaf.dtype.itemsize >= max(min_size, 1) and leaf.ndim > 0
 
-    def to_host(leaf: Any) -> Any:
+    def to_host(leaf: Array) -> Array:
         return jax.device_put(leaf, _HOST) if leaves_device(leaf) else leaf
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         # In one program, which never holds the whole state on the device.
         return jax.jit(lambda params: jax.tree.map(to_host, inner.init(params)))(params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object) -> tuple[PyTree, PyTree]:
         arguments = (updates, params, extra_args)
         return _streamed(inner.update, arguments, state, leaves_device)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tuple[Any, Any]:
+def _streamed(
+    update: optax.TransformUpdateExtraArgsFn, arguments: PyTree, state: PyTree, leaves_device: Callable[[Array], bool]
+) -> tuple[PyTree, PyTree]:
     old, structure = jax.tree.flatten(state)
     hosted = [leaves_device(leaf) for leaf in old]
 
-    def on_device(arguments: Any, old: list[Array]) -> Any:
+    def on_device(arguments: PyTree, old: list[Array]) -> tuple[PyTree, PyTree]:
         updates, params, extra_args = arguments
         return update(updates, structure.unflatten(old), params, **extra_args)
 
@@ -119,7 +121,7 @@ def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tu
             outputs = jaxprs.run(pieces[place], values)
             values |= dict(zip(pieces[place].jaxpr.outvars, outputs, strict=True))
 
-    def result(var: Any, host: bool) -> Any:
+    def result(var: jaxprs.Atom, host: bool) -> Array:
         if host and isinstance(var, Var) and var in stored:
             return stored[var]
         value = var.val if isinstance(var, Literal) else values[var]
@@ -131,9 +133,9 @@ def _streamed(update: Any, arguments: Any, state: Any, leaves_device: Any) -> tu
 
 def _without_barriers(program: Jaxpr) -> Jaxpr:
     """The program without optimization barriers, which would put parameters in an order."""
-    same: dict[Var, Any] = {}
+    same: dict[Var, jaxprs.Atom] = {}
 
-    def read(atom: Any) -> Any:
+    def read(atom: jaxprs.Atom) -> jaxprs.Atom:
         return same.get(atom, atom) if isinstance(atom, Var) else atom
 
     eqns = []
@@ -157,7 +159,7 @@ def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[ClosedJaxpr]:
     maker = {var: place for place, eqn in enumerate(program.eqns) for var in eqn.outvars}
     reads: list[set[Var]] = []  # of each equation, what it needs of what waits
 
-    def read_by(atoms: Iterable[Any]) -> set[Var]:
+    def read_by(atoms: Iterable[jaxprs.Atom]) -> set[Var]:
         each = (reads[maker[var]] if var in maker else {var} & waiting for var in jaxprs.variables(atoms))
         return set[Var]().union(*each)
 
@@ -166,7 +168,7 @@ def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[ClosedJaxpr]:
     # From few bytes to many and back: as much comes as leaves at a time, and the first and the last copy are short.
     by_size = sorted(program.outvars[:count], key=lambda output: sum(map(_nbytes, read_by([output]))))
     further = list(program.outvars[count:])
-    groups: list[list[Any]] = []
+    groups: list[list[jaxprs.Atom]] = []
     here: set[Var] = set()
     for output in [*by_size[::2], *by_size[1::2][::-1]]:
         here |= read_by([output])
@@ -177,7 +179,7 @@ def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[ClosedJaxpr]:
 
     run: set[int] = set()
 
-    def needed(outputs: Iterable[Any]) -> list[Any]:
+    def needed(outputs: Iterable[jaxprs.Atom]) -> list[JaxprEqn]:
         """The equations that the outputs need and that have not run, in order."""
         places, todo = [], jaxprs.variables(outputs)
         while todo:
@@ -197,5 +199,6 @@ def _pieces(program: Jaxpr, count: int, waiting: set[Var]) -> list[ClosedJaxpr]:
     ]
 
 
-def _nbytes(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize
+def _nbytes(var: jaxprs.Atom) -> int:
+    type_ = jaxprs.type_of(var)
+    return type_.size * type_.dtype.itemsize

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.tree_util import KeyPath
 
+from te_jax._core.types import PyTree
 from te_jax.recipe import DelayedScalingState
 
 _COLLECTION = "_overwrite_with_gradient"
@@ -55,7 +55,7 @@ def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.Gradie
     """
     masked = optax.masked(inner, lambda tree: jax.tree.map(lambda state: not state, _is_state(tree)))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError(
                 "params is None; overwrite_with_gradient takes the difference to the present state: call "
@@ -64,7 +64,7 @@ def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.Gradie
         updates, state = masked.update(updates, state, params, **extra)
         counts = {path: leaf for path, leaf in _leaves(updates) if path[-1:] == (_USES,)}
 
-        def difference(path: Any, is_state: bool, new: Any, former: Any) -> Any:
+        def difference(path: KeyPath, is_state: bool, new: PyTree, former: PyTree) -> PyTree:
             if not is_state:
                 return new
             has_uses = isinstance(new, DelayedScalingState)
@@ -76,12 +76,12 @@ def overwrite_with_gradient(inner: optax.GradientTransformation) -> optax.Gradie
     return optax.GradientTransformationExtraArgs(masked.init, update)
 
 
-def _is_state(tree: Any) -> Any:
+def _is_state(tree: PyTree) -> PyTree:
     """A tree of bools, with one for each DelayedScalingState."""
     leaves = _leaves(tree)
     paths = {path for path, _ in leaves}
 
-    def is_state(path: _Path, leaf: Any) -> bool:
+    def is_state(path: _Path, leaf: object) -> bool:
         layers = (layer for layer in _LAYERS if path[-1:] and path[-1] in layer)
         return (
             isinstance(leaf, DelayedScalingState)
@@ -93,17 +93,17 @@ def _is_state(tree: Any) -> Any:
     return structure.unflatten([is_state(path, leaf) for path, leaf in leaves])
 
 
-def _leaves(tree: Any) -> list[tuple[_Path, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[_Path, PyTree]]:
     return [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_scaling_state)]
 
 
-def _names(path: tuple[Any, ...]) -> _Path:
+def _names(path: KeyPath) -> _Path:
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):  # of an nnx.Variable
         path = path[:-1]
     return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
 
 
-def _is_scaling_state(x: Any) -> bool:
+def _is_scaling_state(x: object) -> bool:
     return isinstance(x, DelayedScalingState)
 
 

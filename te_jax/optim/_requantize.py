@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
+from te_jax._core.types import PyTree
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray, facts_of
 
 
-def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
+def apply_updates(params: PyTree, updates: PyTree, *, requantize: PyTree = None) -> PyTree:
     """`optax.apply_updates`, which with `requantize` also returns the kernels of the next forward pass in FP8.
 
     With per-tensor scaling, the loop that computes the new kernel also takes its amax, so quantization reads the kernel
@@ -52,7 +52,7 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
     if requantize is None:
         return new
 
-    def quantized(how: Requantize | None, part: Any) -> Any:
+    def quantized(how: Requantize | None, part: PyTree) -> PyTree:
         if how is not None and not isinstance(how, Requantize):
             raise ValueError(f"requantize has {how!r} at a leaf: it must be a Requantize, or None")
         return jax.tree.map((lambda _: None) if how is None else functools.partial(_quantized, how), part)
@@ -64,7 +64,7 @@ def apply_updates(params: Any, updates: Any, *, requantize: Any = None) -> Any:
     return new, jax.tree.map(quantized, requantize, parts, is_leaf=lambda x: x is None)
 
 
-def merge_kernels(params: Any, kernels: Any) -> Any:
+def merge_kernels(params: PyTree, kernels: PyTree) -> PyTree:
     """Puts quantized kernels in the place of their parameters, for layers to read.
 
     Args:
