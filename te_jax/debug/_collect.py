@@ -11,13 +11,14 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from te_jax import sharding
 from te_jax._core import jaxprs, observe
@@ -49,11 +50,13 @@ class Record:
 class Found(NamedTuple):
     """The results of a jaxpr, and where each comes from."""
 
-    results: list[Any]
+    results: list[Array]
     sources: list[Source | None]
 
 
-def evaluate(closed: Any, operands: Sequence[Any], sources: Sequence[Source | None]) -> tuple[list[Any], list[Record]]:
+def evaluate(
+    closed: ClosedJaxpr, operands: Sequence[Array], sources: Sequence[Source | None]
+) -> tuple[list[Array], list[Record]]:
     """The results of a jaxpr, and the records of its tags.
 
     Raises:
@@ -70,9 +73,9 @@ class _Run:
     def __init__(self) -> None:
         self.sources = Sources()
         self.order = itertools.count()
-        self._tagged: dict[int, tuple[Any, bool]] = {}
+        self._tagged: dict[int, tuple[Jaxpr, bool]] = {}
 
-    def evaluate(self, jaxpr: Any, operands, sources, records: list[Record], recomputed: bool) -> Found:
+    def evaluate(self, jaxpr: jaxprs.Program, operands, sources, records: list[Record], recomputed: bool) -> Found:
         """The results of a jaxpr.
 
         Args:
@@ -85,7 +88,7 @@ class _Run:
         origins: dict[Var, Source | None] = {var: self.sources.known(None, var) for var in jaxpr.constvars}
         origins |= {var: self.sources.known(source, var) for var, source in zip(jaxpr.invars, sources, strict=True)}
 
-        def source_of(atom: Any) -> Source | None:
+        def source_of(atom: jaxprs.Atom) -> Source | None:
             return None if isinstance(atom, Literal) else origins[atom]
 
         for eqn in jaxpr.eqns:
@@ -102,7 +105,7 @@ class _Run:
             origins.update(zip(eqn.outvars, of_results, strict=True))
         return Found(values.read(jaxpr.outvars), [source_of(atom) for atom in jaxpr.outvars])
 
-    def _has_tags(self, eqn: Any) -> bool:
+    def _has_tags(self, eqn: JaxprEqn) -> bool:
         return eqn.primitive.name == observe.TAG or any(map(self._is_tagged, jaxprs.inner(eqn)))
 
     def _is_tagged(self, jaxpr: Jaxpr) -> bool:
@@ -110,7 +113,7 @@ class _Run:
             self._tagged[id(jaxpr)] = jaxpr, any(map(self._has_tags, jaxpr.eqns))
         return self._tagged[id(jaxpr)][1]
 
-    def _apply(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _apply(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         rule = _RULES.get(eqn.primitive.name)
         if rule is None:
             raise NotImplementedError(
@@ -120,7 +123,7 @@ class _Run:
             )
         return rule(self, eqn, arguments, sources, records, recomputed)
 
-    def _tag(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _tag(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         static, count = eqn.params["static"], eqn.params["num_arrays"]
         first = count + eqn.params["num_links"]
         links: list[Source] = [source or self.sources.new() for source in sources[count:first]]
@@ -135,11 +138,11 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------- functions
 
-    def _inlined(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _inlined(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         closed = jaxprs.called(eqn)
         arguments = _constrained(arguments, eqn.params.get("in_shardings"))
         # Rules of derivatives are traced for operands that vary over the same mesh axes.
-        types: list[Any] = [var.aval for var in jaxprs.opened(closed)[0].invars]
+        types = [jaxprs.type_of(var) for var in jaxprs.opened(closed)[0].invars]
         arguments = [
             sharding.varying_over(x, type_.manual_axis_type.varying) if hasattr(type_, "manual_axis_type") else x
             for type_, x in zip(types, arguments, strict=True)
@@ -147,11 +150,11 @@ class _Run:
         evaluated = self.evaluate(closed, arguments, sources, records, recomputed)
         return evaluated._replace(results=_constrained(evaluated.results, eqn.params.get("out_shardings")))
 
-    def _inside(self, inner: Any, sources, recomputed: bool) -> tuple[Callable[..., Any], _Traced]:
+    def _inside(self, inner: jaxprs.Program, sources, recomputed: bool) -> tuple[Callable[..., list[Array]], _Traced]:
         """A function of a jaxpr's results and then its tags' statistics, and what is known once it is traced."""
         traced = _Traced()
 
-        def function(*arrays: Array) -> list[Any]:
+        def function(*arrays: Array) -> list[Array]:
             traced.records = []
             evaluated = self.evaluate(inner, arrays, sources, traced.records, recomputed)
             traced.sources = evaluated.sources
@@ -159,7 +162,7 @@ class _Run:
 
         return function, traced
 
-    def _checkpoint(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _checkpoint(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         inner = eqn.params["jaxpr"]
         function, traced = self._inside(inner, sources, recomputed or eqn.params["differentiated"])
         closed = jax.make_jaxpr(function)(*arguments)
@@ -173,7 +176,7 @@ class _Run:
         records += traced.with_statistics(leaves[len(eqn.outvars) :])
         return Found(leaves[: len(eqn.outvars)], traced.sources)
 
-    def _cond(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _cond(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         index, *operands = arguments
         count, each, closed_branches = len(eqn.outvars), [], []
         for branch in eqn.params["branches"]:
@@ -181,8 +184,8 @@ class _Run:
             closed_branches.append(jax.make_jaxpr(function)(*operands))
             each.append(traced)
 
-        def taken(place: int) -> Callable[..., Any]:
-            def function(*arrays: Array) -> Any:
+        def taken(place: int) -> Callable[..., list[Array]]:
+            def function(*arrays: Array) -> list[Array]:
                 leaves = jaxpr_as_fun(closed_branches[place])(*arrays)
                 parts = [
                     leaves[count:] if other == place else traced.identities(closed_branches[other].out_avals[count:])
@@ -202,7 +205,7 @@ class _Run:
         ]
         return Found(leaves[:count], of_results)
 
-    def _scan(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _scan(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         loop, count = id(eqn), len(eqn.outvars)
         function, traced = self._inside(eqn.params["jaxpr"], self.sources.in_scan(eqn, sources), recomputed)
         leaves = jaxprs.remade(eqn, function, arguments)
@@ -215,7 +218,7 @@ class _Run:
                 records.append(dataclasses.replace(record, statistics=statistics))
         return Found(leaves[:count], self.sources.out_of_scan(eqn, sources, traced.sources))
 
-    def _while(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _while(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         first, count = of_cond + of_body, len(eqn.outvars)
         cond_consts, body_consts, carry = arguments[:of_cond], arguments[of_cond:first], arguments[first:]
@@ -224,7 +227,7 @@ class _Run:
         types = jax.make_jaxpr(function)(*body_consts, *carry).out_avals[count:]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
 
-        def body(carried: Any) -> Any:
+        def body(carried: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
             values, before = carried
             leaves = function(*body_consts, *values)
             return leaves[:count], traced.combined(before, leaves[count:])
@@ -234,11 +237,11 @@ class _Run:
         records += traced.with_statistics(statistics)
         return Found(results, self.sources.carried(eqn.params["body_jaxpr"], of_body, sources[first:]))
 
-    def _shard_map(self, eqn: Any, arguments, sources, records: list[Record], recomputed: bool) -> Found:
+    def _shard_map(self, eqn: JaxprEqn, arguments, sources, records: list[Record], recomputed: bool) -> Found:
         function, traced = self._inside(eqn.params["jaxpr"], sources, recomputed)
         axes, count = eqn.params["newly_manual_axes"], len(eqn.outvars)
 
-        def local(*arrays: Array) -> Any:
+        def local(*arrays: Array) -> list[Array]:
             leaves = function(*arrays)
             if eqn.params["check_vma"]:
                 leaves[count:] = [sharding.varying_over(x, axes) for x in leaves[count:]]
@@ -273,7 +276,7 @@ class _Traced:
             for record in self.records
         ]
 
-    def identities(self, types: Sequence[Any]) -> list[Array]:
+    def identities(self, types: Sequence[ShapedArray]) -> list[Array]:
         """Statistics of nothing, of given types."""
         pairs = zip(self.kinds, types, strict=True)
         values = [jnp.full(type_.shape, observe.identity_of(kind, type_.dtype), type_.dtype) for kind, type_ in pairs]
@@ -310,7 +313,7 @@ _RULES: dict[str, Callable[..., Found]] = {
 }
 
 
-def _constrained(values: Sequence[Any], shardings: Any) -> list[Any]:
+def _constrained(values: Sequence[Array], shardings: Sequence[object] | None) -> list[Array]:
     """Values with the shardings that a jit was given for them."""
     if shardings is None:
         return list(values)
@@ -323,7 +326,7 @@ def _constrained(values: Sequence[Any], shardings: Any) -> list[Any]:
 _WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation|jit|pjit|shard_map)\b\(?|[()]")
 
 
-def _scope(name_stack: Any) -> str:
+def _scope(name_stack: object) -> str:
     """The user's names in a name stack, without those that transformations add."""
     parts = (_WRAPPERS.sub("", part) for part in str(name_stack).split("/"))
     return "/".join(part for part in parts if part)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from te_jax._core import jaxprs, observe
 
@@ -24,14 +23,14 @@ class Source:
       repeated: how many loops have stacked it, each of whose iterations had the same value.
     """
 
-    key: Any
+    key: Hashable
     name: str | None = None
     index: tuple[int, ...] = ()
     loops: tuple[int, ...] = ()
     repeated: int = 0
 
     @property
-    def layer(self) -> tuple[Any, ...]:
+    def layer(self) -> tuple[Hashable, tuple[int, ...]]:
         """Identity that all values of one layer share."""
         return self.key, self.index
 
@@ -58,12 +57,12 @@ class Sources:
         """The source, or a new one for what may be a kernel."""
         return self.new() if source is None and getattr(var.aval, "ndim", 0) >= 2 else source
 
-    def of_results(self, eqn: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+    def of_results(self, eqn: JaxprEqn, sources: Sequence[Source | None]) -> list[Source | None]:
         """The sources of the results of an equation."""
         followed = self._followed(eqn, sources)
         return [self.known(source, var) for source, var in zip(followed, eqn.outvars, strict=True)]
 
-    def _followed(self, eqn: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+    def _followed(self, eqn: JaxprEqn, sources: Sequence[Source | None]) -> list[Source | None]:
         name, count = eqn.primitive.name, len(eqn.outvars)
         if name == observe.LINK:
             return [sources[0]]
@@ -90,7 +89,7 @@ class Sources:
             return [of[0] if len(set(of)) == 1 else None for of in zip(*each, strict=True)]
         return [None] * count
 
-    def _through(self, jaxpr: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+    def _through(self, jaxpr: jaxprs.Program, sources: Sequence[Source | None]) -> list[Source | None]:
         """The sources of the results of a jaxpr."""
         opened, _ = jaxprs.opened(jaxpr)
         origins: dict[Var, Source | None] = dict(zip(opened.invars, sources, strict=True))
@@ -102,7 +101,7 @@ class Sources:
 
     # ---------------------------------------------------------------------------------------------------- loops
 
-    def in_scan(self, eqn: Any, sources: Sequence[Source | None]) -> list[Source | None]:
+    def in_scan(self, eqn: JaxprEqn, sources: Sequence[Source | None]) -> list[Source | None]:
         """The sources of what the body of a scan reads."""
         first, last = jaxprs.scan_parts(eqn)
 
@@ -117,7 +116,7 @@ class Sources:
         return [*sources[:first], *carried, *map(part, sources[last:])]
 
     def out_of_scan(
-        self, eqn: Any, sources: Sequence[Source | None], inside: Sequence[Source | None]
+        self, eqn: JaxprEqn, sources: Sequence[Source | None], inside: Sequence[Source | None]
     ) -> list[Source | None]:
         """The sources of the results of a scan, from those of its operands and of what its body returns."""
         first, last = jaxprs.scan_parts(eqn)
@@ -132,7 +131,7 @@ class Sources:
         carried = self.carried(eqn.params["jaxpr"], first, sources[first:last])
         return [*carried, *map(stacked, inside[last - first :])]
 
-    def carried(self, jaxpr: Any, num_consts: int, sources: Sequence[Source | None]) -> list[Source | None]:
+    def carried(self, jaxpr: jaxprs.Program, num_consts: int, sources: Sequence[Source | None]) -> list[Source | None]:
         """The sources of carried values that a loop hands on as they are."""
         opened, _ = jaxprs.opened(jaxpr)
         carried = opened.invars[num_consts : num_consts + len(sources)]
@@ -142,13 +141,13 @@ class Sources:
         ]
 
 
-def _is_number(atom: Any) -> bool:
+def _is_number(atom: jaxprs.Atom) -> bool:
     return getattr(atom.aval, "ndim", None) == 0
 
 
-def _sliced(eqn: Any, sources: Sequence[Source | None]) -> Source | None:
+def _sliced(eqn: JaxprEqn, sources: Sequence[Source | None]) -> Source | None:
     """Source of a slice: of one index of the first dimension it is a part."""
-    source, before, after = sources[0], eqn.invars[0].aval, eqn.outvars[0].aval
+    source, before, after = sources[0], jaxprs.type_of(eqn.invars[0]), jaxprs.type_of(eqn.outvars[0])
     if source is None or before.ndim < 3 or after.shape[0] != 1 or before.shape[0] == 1:
         return source
     if eqn.primitive.name == "slice":
@@ -159,9 +158,9 @@ def _sliced(eqn: Any, sources: Sequence[Source | None]) -> Source | None:
     return source
 
 
-def _split(eqn: Any, source: Source | None) -> list[Source | None]:
+def _split(eqn: JaxprEqn, source: Source | None) -> list[Source | None]:
     sizes, axis = eqn.params["sizes"], eqn.params["axis"]
-    if source is None or axis or set(sizes) != {1} or eqn.invars[0].aval.ndim < 3:
+    if source is None or axis or set(sizes) != {1} or jaxprs.type_of(eqn.invars[0]).ndim < 3:
         return [source] * len(sizes)
     return [dataclasses.replace(source, index=(*source.index, i)) for i in range(len(sizes))]
 
