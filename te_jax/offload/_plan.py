@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 from jax.dtypes import float0
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from te_jax import ops
+from te_jax._core.types import PyTree
 from te_jax.offload._options import LAYER_INPUT, Offload, Residual
 from te_jax.offload._values import Value, values_of
 from te_jax.parallel.fsdp import Shards
@@ -25,7 +27,7 @@ from te_jax.sharding import inside_shard_map, unmapped_axes, varying_over
 
 _HOST = jax.memory.Space.Host
 
-Layer = Callable[[Any, Any], Any]
+Layer = Callable[[PyTree, PyTree], PyTree]
 
 NOTHING = Offload(names=())
 
@@ -46,17 +48,17 @@ class TracedLayer:
     output: Any
     kind: Hashable
 
-    def __call__(self, constants: Sequence[Array], params: Any, x: Any) -> Any:
+    def __call__(self, constants: Sequence[Array], params: PyTree, x: PyTree) -> PyTree:
         layer_constants = [constants[place] for place in self.constants]
         return self.with_own(layer_constants, params, x)
 
-    def with_own(self, own: Sequence[Array], params: Any, x: Any) -> Any:
+    def with_own(self, own: Sequence[Array], params: PyTree, x: PyTree) -> PyTree:
         function = jaxpr_as_fun(ClosedJaxpr(self.closed.jaxpr, list(own)))
         return self.output.unflatten(function(*jax.tree.leaves((params, x))))
 
 
 def trace(
-    layers: Sequence[Layer], params: Sequence[Any], x: Any, shards: Shards | None = None
+    layers: Sequence[Layer], params: Sequence[PyTree], x: PyTree, shards: Shards | None = None
 ) -> tuple[list[TracedLayer], list[Array]]:
     """The layers, and all that they close over: derivatives and batches reach it as operands only."""
     constants: list[Array] = []
@@ -70,7 +72,7 @@ def trace(
         constants.append(constant)
         return len(constants) - 1
 
-    def run(params: list[Any], x: Any) -> None:
+    def run(params: list[PyTree], x: PyTree) -> None:
         for place, (layer, of_layer) in enumerate(zip(layers, params, strict=True)):
             of_layer = of_layer if shards is None else shards.gather(place, of_layer)
             kind = (layer, *_types((of_layer, x)))
@@ -87,7 +89,7 @@ def trace(
     return stack, constants
 
 
-def _types(operands: Any) -> tuple[Any, ...]:
+def _types(operands: PyTree) -> tuple[Hashable, ...]:
     leaves, structure = jax.tree.flatten(operands)
     return (structure, *map(jax.typeof, leaves))
 
@@ -103,16 +105,16 @@ class Backward:
     """
 
     structure: Any
-    empty: dict[int, Any]
+    empty: dict[int, ShapedArray]
 
     @classmethod
-    def split(cls, backward: Any) -> tuple[Backward, list[Array]]:
+    def split(cls, backward: Callable[..., PyTree]) -> tuple[Backward, list[Array]]:
         """Function without its leaves, and its residuals."""
         leaves, structure = jax.tree.flatten(backward)
         empty = {place: jax.typeof(leaf) for place, leaf in enumerate(leaves) if not leaf.size}
         return cls(structure, empty), [leaf for leaf in leaves if leaf.size]
 
-    def joined(self, residuals: Sequence[Array]) -> Any:
+    def joined(self, residuals: Sequence[Array | None]) -> Callable[..., PyTree]:
         leaves = list(residuals)
         for place, kind in sorted(self.empty.items()):
             leaves.insert(place, varying_over(lax.empty(kind.shape, kind.dtype), kind.manual_axis_type.varying))
@@ -140,14 +142,14 @@ class Plan:
     output: Any
     backward: Backward
     differentiated: tuple[int, ...]
-    operands: Any
+    operands: PyTree
     constants: tuple[int, ...]
     residuals: tuple[Residual | None, ...]
     sources: tuple[int, ...]
     leaving: frozenset[int]
     in_fp8: frozenset[int]
 
-    def run(self, operands: Sequence[Array], x: Any) -> tuple[Any, list[Array]]:
+    def run(self, operands: Sequence[Array], x: PyTree) -> tuple[PyTree, list[Array]]:
         """The next x, and the residuals."""
         out = jaxpr_as_fun(self.closed)(*operands, *jax.tree.leaves(x))
         count = self.output.num_leaves
@@ -184,14 +186,14 @@ class Plan:
 
 
 def plan_of(
-    layer: TracedLayer, own: list[Array], params: Any, x: Any, wanted: tuple[bool, ...], offload: Offload
+    layer: TracedLayer, own: list[Array], params: PyTree, x: PyTree, wanted: tuple[bool, ...], offload: Offload
 ) -> Plan:
     operands, structure = jax.tree.flatten((own, params))
     differentiated = tuple(place for place, needed in enumerate(wanted) if needed)
     backwards: list[Backward] = []
 
-    def forward(operands: list[Array], x: Any) -> tuple[Any, list[Array]]:
-        def function(chosen: list[Array], x: Any) -> Any:
+    def forward(operands: list[Array], x: PyTree) -> tuple[PyTree, list[Array]]:
+        def function(chosen: list[Array], x: PyTree) -> PyTree:
             whole = list(operands)
             for place, leaf in zip(differentiated, chosen, strict=True):
                 whole[place] = leaf
@@ -254,7 +256,7 @@ def is_whole() -> bool:
     return jax.device_count() == 1 or (inside_shard_map() and not unmapped_axes())
 
 
-def is_symbolic_zero(leaf: Any) -> bool:
+def is_symbolic_zero(leaf: object) -> bool:
     return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 

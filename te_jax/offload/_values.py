@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from te_jax._core import jaxprs
 
@@ -45,10 +45,10 @@ def values_of(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
       jaxpr: the program. Calls are looked into; of loops and `shard_map` only names come out.
       inputs: of its invars.
     """
-    known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     known |= {var: Value.new(marked=False) for var in jaxpr.constvars}
 
-    def read(atom: Any) -> Value:
+    def read(atom: jaxprs.Atom) -> Value:
         return Value.new(marked=False) if isinstance(atom, Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
@@ -58,7 +58,7 @@ def values_of(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
+def _outputs(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     if name in _SAME_BYTES and len(eqn.invars) == len(eqn.outvars) and not _rounds(eqn):
         if name == "name":
@@ -66,7 +66,7 @@ def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
         reordered = name == "reshape" and eqn.params["dimensions"] is not None
         return [
             before
-            if not reordered and _same_bytes(var.aval, out.aval)
+            if not reordered and _same_bytes(jaxprs.type_of(var), jaxprs.type_of(out))
             else Value.new(marked=before.marked, names=before.names)
             for before, var, out in zip(operands, eqn.invars, eqn.outvars, strict=True)
         ]
@@ -82,14 +82,14 @@ def _outputs(eqn: Any, operands: list[Value]) -> list[Value]:
     return [Value.new(marked=marked) for _ in eqn.outvars]
 
 
-def _rounds(eqn: Any) -> bool:
+def _rounds(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "reduce_precision":
         return False
-    whole = jnp.finfo(eqn.invars[0].aval.dtype)
+    whole = jnp.finfo(jaxprs.type_of(eqn.invars[0]).dtype)
     return eqn.params["exponent_bits"] < whole.nexp or eqn.params["mantissa_bits"] < whole.nmant
 
 
-def _same_bytes(before: Any, after: Any) -> bool:
+def _same_bytes(before: ShapedArray, after: ShapedArray) -> bool:
     if before.dtype != after.dtype or math.prod(before.shape) != math.prod(after.shape):
         return False
     # On Explicit meshes the result may be distributed otherwise: always where its shape is another.

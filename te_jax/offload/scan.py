@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import mlir, partial_eval
 
 from te_jax import native, sharding
 from te_jax._core.batching import refuse_batches
 from te_jax._core.platforms import by_platform
+from te_jax._core.types import PyTree
 from te_jax.offload._loops import refuse_loops
 from te_jax.offload._options import Offload
 from te_jax.offload._plan import (
@@ -53,14 +54,14 @@ from te_jax.sharding import together, unmapped_axes
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def run_scan(layer: Layer, params: Any, x: Any, offload: Offload) -> Any:
+def run_scan(layer: Layer, params: PyTree, x: PyTree, offload: Offload) -> PyTree:
     """x through the layers, as `te_jax.layers.scan_layers` describes it."""
     count = len(jax.tree.leaves(params)[0])
     traced, constants = _trace(layer, params, x)
     is_native = count > offload.keep and _is_native(offload)
 
     @jax.custom_vjp
-    def run(constants: list[Array], params: Any, x: Any) -> Any:
+    def run(constants: list[Array], params: PyTree, x: PyTree) -> PyTree:
         return lax.scan(lambda x, of_layer: (traced(constants, of_layer, x), None), x, params)[0]
 
     forward = functools.partial(_forward, traced, count, is_native, offload)
@@ -82,11 +83,11 @@ def _is_native(offload: Offload) -> bool:
     return native.use_native(offload.implementation, problem)
 
 
-def _first(params: Any) -> Any:
+def _first(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: lax.index_in_dim(leaf, 0, keepdims=False), params)
 
 
-def _trace(layer: Layer, params: Any, x: Any) -> tuple[TracedLayer, list[Array]]:
+def _trace(layer: Layer, params: PyTree, x: PyTree) -> tuple[TracedLayer, list[Array]]:
     """The layer, and what it closes over."""
     traces: list[tuple[list[TracedLayer], list[Array]]] = []
     jax.eval_shape(lambda params, x: traces.append(trace([layer], [_first(params)], x)), params, x)
@@ -101,7 +102,7 @@ def _trace(layer: Layer, params: Any, x: Any) -> tuple[TracedLayer, list[Array]]
     return traced, constants
 
 
-def _types(avals: Any) -> str:
+def _types(avals: PyTree) -> str:
     return str(jax.tree.map(lambda aval: f"{aval.dtype.name}{list(aval.shape)}", avals))
 
 
@@ -177,10 +178,10 @@ _ALIGNMENT = 256
 class _XlaMemory:
     """XLA has its memory, and its copies are results and operands of its loops."""
 
-    def end_store(self, after: Any) -> _XlaMemory:
+    def end_store(self, after: PyTree) -> _XlaMemory:
         return self
 
-    def begin_fetch(self, rows: _Rows, after: Any) -> _XlaMemory:
+    def begin_fetch(self, rows: _Rows, after: PyTree) -> _XlaMemory:
         return self
 
     def store(self, piece: int, value: Array) -> tuple[_XlaMemory, Array | None]:
@@ -216,7 +217,7 @@ class _Memory:
         return self.token, self.slots
 
     @classmethod
-    def begin_store(cls, rows: _Rows, after: Any) -> _Memory:
+    def begin_store(cls, rows: _Rows, after: PyTree) -> _Memory:
         """Memory that waits for `after`, all that the layers read."""
         stacked, row = rows.count - rows.keep, rows.row_bytes
 
@@ -243,7 +244,7 @@ class _Memory:
         token, slots, kept, stack = by_platform([token], cuda=on_cuda, default=elsewhere)
         return cls(stack, kept, slots, token)
 
-    def end_store(self, after: Any) -> _Memory:
+    def end_store(self, after: PyTree) -> _Memory:
         """The last copies have ended, and may last until `after` is computed."""
         token, slots = self._under_way
         token, _ = together(token, after)
@@ -254,7 +255,7 @@ class _Memory:
 
         return _Memory(written(self.stack), written(self.kept))
 
-    def begin_fetch(self, rows: _Rows, after: Any) -> _Memory:
+    def begin_fetch(self, rows: _Rows, after: PyTree) -> _Memory:
         token = _token((after, self))
         results = token, jax.ShapeDtypeStruct((rows.slots, rows.row_bytes), jnp.uint8)
         operands, stacked = (token, self.stack, self.kept), rows.count - rows.keep
@@ -276,12 +277,15 @@ class _Memory:
         return dataclasses.replace(self, token=token), value
 
 
-def _token(after: Any) -> Array:
+_AnyMemory = _Memory | _XlaMemory
+
+
+def _token(after: PyTree) -> Array:
     token = sharding.varying_over(jnp.zeros((1,), jnp.int32), sharding.varying_axes(after))
     return together(token, after)[0]
 
 
-def _beside(x: Any, memory: Any) -> tuple[Any, Any]:
+def _beside(x: PyTree, memory: _AnyMemory) -> tuple[PyTree, _AnyMemory]:
     """`together`, of a pass that JAX leaves out as a whole where nothing reads its rows, as `jax.checkpoint` needs it.
 
     A pass that is there must end: its copies would write to memory that XLA has given to others.
@@ -301,7 +305,7 @@ def _together(*leaves: Array, count: int) -> list[Array]:
     return [leaf for part in together(leaves[:count], leaves[count:]) for leaf in part]
 
 
-def _used_beside(used: list[bool], *of_version: Any) -> tuple[list[bool], Any]:
+def _used_beside(used: list[bool], *of_version: Any) -> tuple[list[bool], JaxprEqn | None]:
     *_, eqn = of_version  # jax 0.12 gives which operands are alive before it
     if any(used[eqn.params["count"] :]):
         return [True] * len(used), eqn
@@ -339,17 +343,17 @@ class _Kept:
     """
 
     constants: list[Array]
-    params: Any
+    params: PyTree
     here: list[Array]
     stored: list[Array | None]
     scales: dict[int, QuantizedArray]
-    memory: _Memory | _XlaMemory
+    memory: _AnyMemory
     rows: _Rows
 
 
 def _forward(
-    layer: TracedLayer, count: int, is_native: bool, offload: Offload, constants: Any, params: Any, x: Any
-) -> tuple[Any, _Kept]:
+    layer: TracedLayer, count: int, is_native: bool, offload: Offload, constants: PyTree, params: PyTree, x: PyTree
+) -> tuple[PyTree, _Kept]:
     wanted = tuple(leaf.perturbed for leaf in [constants[place] for place in layer.constants])
     wanted += tuple(leaf.perturbed for leaf in jax.tree.leaves(params))
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
@@ -357,12 +361,12 @@ def _forward(
     layer_constants = [constants[place] for place in layer.constants]
     memory = _Memory.begin_store(rows, (layer_constants, params, x)) if is_native and rows.leaving else _XlaMemory()
 
-    def step(carry: tuple[Any, Any], of_layer: Any) -> tuple[Any, Any]:
+    def step(carry: tuple[PyTree, _AnyMemory], of_layer: PyTree) -> tuple[PyTree, PyTree]:
         x, memory = carry
         stored: list[Array | None] = []
         scales: dict[int, QuantizedArray] = {}
 
-        def leaves(piece: int, value: Array, memory: Any) -> Any:
+        def leaves(piece: int, value: Array, memory: _AnyMemory) -> _AnyMemory:
             place = rows.leaving[piece]
             if place in rows.plan.in_fp8:
                 value, scales[place] = quantized(value)
@@ -393,12 +397,12 @@ def _rows(
     offload: Offload,
     wanted: tuple[bool, ...],
     constants: list[Array],
-    params: Any,
-    x: Any,
+    params: PyTree,
+    x: PyTree,
 ) -> _Rows:
     plans: list[Plan] = []
 
-    def run(constants: list[Array], params: Any, x: Any) -> None:
+    def run(constants: list[Array], params: PyTree, x: PyTree) -> None:
         layer_constants = [constants[place] for place in layer.constants]
         leaves = offload if count > offload.keep else NOTHING
         plans.append(plan_of(layer, layer_constants, _first(params), x, wanted, leaves))
@@ -409,7 +413,7 @@ def _rows(
     return _Rows(plans[0], count, min(offload.keep, count), offload.slots or 2)
 
 
-def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, Any]:
+def _backward(count: int, kept: _Kept, cotangent: PyTree) -> tuple[list[Array | None], PyTree, PyTree]:
     rows, plan = kept.rows, kept.rows.plan
     cotangent = jax.tree.map(instantiated, cotangent, is_leaf=is_symbolic_zero)
     leaves, structure = jax.tree.flatten(cotangent)
@@ -418,7 +422,7 @@ def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, 
     of_constants = [place for place in plan.differentiated if place < len(layer_constants)]
     memory = kept.memory.begin_fetch(rows, cotangent) if rows.leaving else kept.memory
 
-    def step(carry: tuple[Any, ...], of_layer: tuple[Any, ...]) -> tuple[Any, Any]:
+    def step(carry: tuple[PyTree, ...], of_layer: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         of_x, sums, memory = carry
         params, here, stored, scales = of_layer
         whole: dict[int, Array] = dict(zip(rows.here, here, strict=True))
@@ -448,7 +452,7 @@ def _backward(count: int, kept: _Kept, cotangent: Any) -> tuple[list[Any], Any, 
     (of_x, sums, _), of_params = lax.scan(step, begin, xs, reverse=True)
     for place, leaf in zip(floats, of_x, strict=True):
         leaves[place] = leaf
-    dconstants: list[Any] = [None] * count
+    dconstants: list[Array | None] = [None] * count
     for place, total in zip(of_constants, sums, strict=True):
         dconstants[plan.constants[place]] = total
     return dconstants, jax.tree.unflatten(jax.tree.structure(kept.params), of_params), structure.unflatten(leaves)

@@ -22,13 +22,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from te_jax._core.types import PyTree
 from te_jax.offload._loops import refuse_loops
 from te_jax.offload._options import Offload
 from te_jax.offload._plan import (
@@ -53,13 +53,13 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def run_layers(
-    layers: Sequence[Layer], params: Sequence[Any], x: Any, offload: Offload, shards: Shards | None = None
-) -> Any:
+    layers: Sequence[Layer], params: Sequence[PyTree], x: PyTree, offload: Offload, shards: Shards | None = None
+) -> PyTree:
     """x through the layers, as `te_jax.layers.apply_layers` describes it."""
     stack, constants = trace(layers, params, x, shards)
 
     @jax.custom_vjp
-    def run(constants: list[Array], params: list[Any], x: Any) -> Any:
+    def run(constants: list[Array], params: list[PyTree], x: PyTree) -> PyTree:
         gathered = _Gathered(shards, params, range(len(stack)))
         for place, layer in enumerate(stack):
             of_layer, x = gathered.beside(place, x)
@@ -72,11 +72,11 @@ def run_layers(
     return jax.jit(run)(constants, list(params), x)
 
 
-def describe(layers: Sequence[Layer], params: Sequence[Any], x: Any, offload: Offload | None) -> str:
+def describe(layers: Sequence[Layer], params: Sequence[PyTree], x: PyTree, offload: Offload | None) -> str:
     """See `te_jax.layers.residual_table`."""
     plans: list[Plan] = []
 
-    def run(params: list[Any], x: Any) -> None:
+    def run(params: list[PyTree], x: PyTree) -> None:
         stack, constants = trace(layers, params, x)
         wanted = [False] * len(constants), jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), params)
         plans.extend(_plans(stack, constants, params, x, offload or NOTHING, wanted))
@@ -116,17 +116,17 @@ def _description(plan: Plan) -> tuple[list[str], dict[str, int]]:
 def _plans(
     stack: Sequence[TracedLayer],
     constants: Sequence[Array],
-    params: Sequence[Any],
-    x: Any,
+    params: Sequence[PyTree],
+    x: PyTree,
     offload: Offload,
-    wanted: tuple[list[bool], list[Any]],
+    wanted: tuple[list[bool], list[PyTree]],
     shards: Shards | None = None,
 ) -> list[Plan]:
     """A plan for each layer; `wanted` says of each constant and parameter whether it has a gradient."""
     made: dict[Hashable, Plan] = {}
     plans: list[Plan] = []
 
-    def run(constants: list[Array], params: list[Any], x: Any) -> None:
+    def run(constants: list[Array], params: list[PyTree], x: PyTree) -> None:
         for place, (layer, of_layer) in enumerate(zip(stack, params, strict=True)):
             of_layer = of_layer if shards is None else shards.gather(place, of_layer)
             flags = tuple(wanted[0][i] for i in layer.constants) + tuple(jax.tree.leaves(wanted[1][place]))
@@ -147,13 +147,13 @@ def _plans(
 class _Gathered:
     """The parameters of layers, gathered in the order in which they are asked for; without shards all are there."""
 
-    def __init__(self, shards: Shards | None, params: Sequence[Any], order: Sequence[int]) -> None:
+    def __init__(self, shards: Shards | None, params: Sequence[PyTree], order: Sequence[int]) -> None:
         self._shards = shards
         self._params = params
         self._order = list(order)
-        self._ready: dict[int, Any] = {}
+        self._ready: dict[int, PyTree] = {}
 
-    def beside(self, place: int, x: Any) -> tuple[Any, Any]:
+    def beside(self, place: int, x: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters of a layer, and x; those of the next ones are gathered once x is there."""
         if self._shards is None:
             return self._params[place], x
@@ -165,7 +165,7 @@ class _Gathered:
             self._ready[next_] = self._shards.arrived(next_, params, sent)
         return self._ready.pop(place, None), x
 
-    def next_before(self, x: Any) -> Any:
+    def next_before(self, x: PyTree) -> PyTree:
         """x, which is there when the parameters of the next layer are: XLA would begin to gather them when it ends."""
         for place in list(self._ready)[:1]:
             self._ready[place], x = together(self._ready[place], x)
@@ -191,13 +191,13 @@ class _Kept:
     here: list[Array | None]
     stored: dict[tuple[int, ...], Array]
     scales: dict[int, QuantizedArray]
-    shards: tuple[list[Array], Any] | None
+    shards: tuple[list[Array], PyTree] | None
     plan: Plan
 
 
 def _forward(
-    stack: Sequence[TracedLayer], offload: Offload, shards: Shards | None, constants: Any, params: Any, x: Any
-) -> tuple[Any, Any]:
+    stack: Sequence[TracedLayer], offload: Offload, shards: Shards | None, constants: PyTree, params: PyTree, x: PyTree
+) -> tuple[PyTree, PyTree]:
     wanted = jax.tree.map(lambda leaf: leaf.perturbed, (constants, params))
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
     kept: list[_Kept] = []
@@ -228,10 +228,12 @@ def _forward(
     return x, kept
 
 
-def _backward(count: int, shards: Shards | None, kept: list[_Kept], cotangent: Any) -> tuple[list[Any], list[Any], Any]:
+def _backward(
+    count: int, shards: Shards | None, kept: list[_Kept], cotangent: PyTree
+) -> tuple[list[Array | None], list[PyTree], PyTree]:
     cotangent = jax.tree.map(instantiated, cotangent, is_leaf=is_symbolic_zero)
-    of_constants: dict[int, Any] = {}
-    of_params: list[Any] = []
+    of_constants: dict[int, Array] = {}
+    of_params: list[PyTree] = []
     parts = [layer.shards[1] if layer.shards else None for layer in kept]
     again = [place for place in reversed(range(len(kept))) if shards is not None and not shards.keeps(place)]
     gathered = _Gathered(shards, parts, again)
@@ -246,7 +248,7 @@ def _backward(count: int, shards: Shards | None, kept: list[_Kept], cotangent: A
         # All gradients of this layer before the next: XLA would hold residuals for products that it puts off.
         gradients, cotangent = together(gradients, cotangent)
         plan = layer.plan
-        leaves: list[Any] = [None] * plan.operands.num_leaves
+        leaves: list[Array | None] = [None] * plan.operands.num_leaves
         for index, gradient in zip(plan.differentiated, gradients, strict=True):
             leaves[index] = gradient
         dconstants, of_layer = plan.operands.unflatten(leaves)
@@ -262,7 +264,7 @@ def _backward(count: int, shards: Shards | None, kept: list[_Kept], cotangent: A
     return [of_constants.get(place) for place in range(count)], of_params, cotangent
 
 
-def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array], params: Any) -> list[Any]:
+def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array], params: PyTree) -> list[Array | None]:
     """All of a layer, from what has arrived of the host, and from its parameters if these were gathered again."""
     shapes = [aval.shape for aval in layer.plan.closed.out_avals[layer.plan.output.num_leaves :]]
     whole: dict[int, Array] = {}

@@ -11,26 +11,30 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from te_jax import sharding
 from te_jax._core.arguments import as_dtype, is_whole_number
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, PyTree, T
 from te_jax.ops.linear.arguments import with_gradient_through
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Scaling
 from te_jax.sharding import axes_of_entry
+
+Parameter = Array | QuantizedArray | DelayedScalingState
+_Entries = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +84,13 @@ class FSDP:
     size: int
     axis_name: str = "fsdp"
     replica_axis: str | None = None
-    quantize: Any = None
+    quantize: PyTree = None
     gather_dtype: DTypeLike | None = None
     reduce_dtype: DTypeLike = "bfloat16"
     keep: int = 1
     prefetch_bytes: int = 0
     min_size: int = 2**16
-    specs: Any = None
+    specs: PyTree = None
 
     def __post_init__(self) -> None:
         for name, smallest in (("size", 1), ("keep", 0), ("prefetch_bytes", 0), ("min_size", 0)):
@@ -115,12 +119,12 @@ class FSDP:
         return (self.axis_name,) if self.replica_axis is None else (self.replica_axis, self.axis_name)
 
 
-def validate(fsdp: Any) -> None:
+def validate(fsdp: object) -> None:
     if not isinstance(fsdp, FSDP):
         raise ValueError(f"fsdp is {fsdp!r}: it must be a te_jax.parallel.FSDP")
 
 
-def shard_specs(params: Any, fsdp: FSDP) -> Any:
+def shard_specs(params: PyTree, fsdp: FSDP) -> PyTree:
     """How parameters lie on a mesh: each is split along its first dimension whose parts are whole blocks of 128.
 
     Blocks are what shares a scale in block scaling, so that every device quantizes its part alone. Where no dimension
@@ -157,7 +161,7 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
     except ValueError:  # these are other parameters
         hows = itertools.repeat(None)
 
-    def of(path: Any, leaf: Any, how: Requantize | None) -> PartitionSpec:
+    def of(path: KeyPath, leaf: Any, how: Requantize | None) -> PartitionSpec:
         shape = () if isinstance(leaf, DelayedScalingState) else jnp.shape(leaf)
         entries, parts = _split_by_others(leaf, shape, fsdp.axis_name)
         if math.prod(shape) < max(fsdp.min_size, 1):
@@ -179,7 +183,7 @@ def shard_specs(params: Any, fsdp: FSDP) -> Any:
 
 
 def _split_by_others(
-    leaf: Any, shape: tuple[int, ...], axis_name: str
+    leaf: object, shape: tuple[int, ...], axis_name: str
 ) -> tuple[list[tuple[str, ...]], tuple[int, ...]]:
     """The other mesh axes that split each dimension of an array, and the shape of its parts."""
     on = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer) else None
@@ -222,7 +226,7 @@ def quantized_specs(x: QuantizedArray, spec: PartitionSpec) -> QuantizedArray:
     count = x.ndim - x.row_ndim - x.col_ndim
     stacked, rows, cols = entries[:count], entries[count : count + x.row_ndim], entries[count + x.row_ndim :]
 
-    def scales(scale_inv: Any, scaling: Scaling, outer: Any, summed: Any) -> PartitionSpec | None:
+    def scales(scale_inv: Array | None, scaling: Scaling, outer: _Entries, summed: _Entries) -> PartitionSpec | None:
         return None if scale_inv is None else PartitionSpec(*stacked, *facts_of(scaling).of_scales(outer, summed))
 
     return dataclasses.replace(
@@ -235,10 +239,10 @@ def quantized_specs(x: QuantizedArray, spec: PartitionSpec) -> QuantizedArray:
     )
 
 
-def spread_specs(specs: Any, params: Any) -> Any:
+def spread_specs(specs: PyTree, params: PyTree) -> PyTree:
     """A PartitionSpec for every array, from those of parameters that may be quantized or states of delayed scaling."""
 
-    def of(leaf: Any, spec: Any) -> Any:
+    def of(leaf: Parameter, spec: PartitionSpec) -> PyTree:
         if isinstance(leaf, DelayedScalingState):
             return jax.tree.map(lambda _: PartitionSpec(), leaf)
         return quantized_specs(leaf, spec) if isinstance(leaf, QuantizedArray) else spec
@@ -262,31 +266,31 @@ class Shards:
 
     fsdp: FSDP
     dims: tuple[tuple[int | None, ...], ...]
-    dtype: Any
+    dtype: DTypeLike | None
 
-    def gather(self, place: int, params: Any) -> Any:
+    def gather(self, place: int, params: PyTree) -> PyTree:
         """The whole parameters of a layer."""
         return self.arrived(place, params, self.sent(place, params))
 
-    def sent(self, place: int, params: Any) -> Any:
+    def sent(self, place: int, params: PyTree) -> PyTree:
         """A layer's parameters as devices send them."""
         return self._map(place, self._sent, params)
 
-    def arrived(self, place: int, params: Any, sent: Any) -> Any:
+    def arrived(self, place: int, params: PyTree, sent: PyTree) -> PyTree:
         """The whole parameters of a layer, from what devices send."""
         return self._map(place, self._arrived, params, sent)
 
-    def scatter(self, place: int, params: Any, gradients: Any) -> Any:
+    def scatter(self, place: int, params: PyTree, gradients: PyTree) -> PyTree:
         """The sums of gradients over devices, of this device's part. None stays None."""
         return self._map(place, self._scattered, params, gradients)
 
-    def ahead(self, place: int, params: Any) -> int:
+    def ahead(self, place: int, params: PyTree) -> int:
         """How many layers' parameters are on their way beside a layer that has these."""
         sent = jax.eval_shape(lambda: self.sent(place, params))
         gathered = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sent)) * self.fsdp.size
         return max(1, self.fsdp.prefetch_bytes // max(gathered, 1))
 
-    def of_device(self, closed: ClosedJaxpr, params: Any, x: Any) -> ClosedJaxpr:
+    def of_device(self, closed: ClosedJaxpr, params: PyTree, x: PyTree) -> ClosedJaxpr:
         """The program of a layer, which draws random numbers for this device's part of the batch."""
         leaves = jax.tree.leaves(params, is_leaf=is_parameter)
         states = jax.tree.leaves([leaf for leaf in leaves if isinstance(leaf, DelayedScalingState)])
@@ -296,12 +300,12 @@ class Shards:
         """Whether the gathered parameters of a layer wait for the backward pass."""
         return place >= len(self.dims) - self.fsdp.keep
 
-    def _map(self, place: int, function: Any, params: Any, *trees: Any) -> Any:
+    def _map(self, place: int, function: Callable[..., PyTree], params: PyTree, *trees: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(params, is_leaf=is_parameter)
         trees = tuple(structure.flatten_up_to(tree) for tree in trees)
         return structure.unflatten([function(*each) for each in zip(self.dims[place], leaves, *trees, strict=True)])
 
-    def _sent(self, dim: int | None, leaf: Any) -> Any:
+    def _sent(self, dim: int | None, leaf: Any) -> PyTree:
         if dim is None:
             return leaf
         if isinstance(leaf, QuantizedArray):
@@ -310,7 +314,7 @@ class Shards:
             return (leaf.data, leaf.scale_inv) if split_rows else (leaf.transposed, leaf.transposed_scale_inv)
         return leaf.astype(self.dtype or leaf.dtype) if _is_kernel(leaf) else leaf
 
-    def _arrived(self, dim: int | None, leaf: Any, sent: Any) -> Any:
+    def _arrived(self, dim: int | None, leaf: Parameter, sent: PyTree) -> PyTree:
         if dim is None:
             return sent
         gather = functools.partial(lax.all_gather, axis_name=self.fsdp.axis_name, tiled=True)
@@ -340,7 +344,7 @@ class Shards:
             straight_through=through,
         )
 
-    def _scattered(self, dim: int | None, leaf: Any, gradient: Any) -> Any:
+    def _scattered(self, dim: int | None, leaf: Any, gradient: Any) -> PyTree:
         if dim is None or gradient is None:
             return gradient
         if isinstance(leaf, QuantizedArray):
@@ -349,7 +353,7 @@ class Shards:
             return dataclasses.replace(gradient, **none, straight_through=through)
         return self._summed(dim, gradient, leaf)
 
-    def _summed(self, dim: int, gradient: Any, like: Any) -> Any:
+    def _summed(self, dim: int, gradient: Array | None, like: Any) -> Array | None:
         if gradient is None:
             return None
         gradient = gradient.astype(self.fsdp.reduce_dtype if _is_kernel(like) else jnp.float32)
@@ -357,15 +361,15 @@ class Shards:
         return summed.astype(like.dtype)
 
 
-def is_parameter(leaf: Any) -> bool:
+def is_parameter(leaf: object) -> bool:
     return isinstance(leaf, QuantizedArray | DelayedScalingState)
 
 
-def _is_kernel(leaf: Any) -> bool:
+def _is_kernel(leaf: Array) -> bool:
     return leaf.ndim >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shards]:
+def prepare(fsdp: FSDP, params: Sequence[PyTree], x: PyTree) -> tuple[list[PyTree], Shards]:
     """The parameters of layers as they travel, kernels of `fsdp.quantize` in FP8, and how they are split.
 
     Args:
@@ -394,7 +398,7 @@ def prepare(fsdp: FSDP, params: Sequence[Any], x: Any) -> tuple[list[Any], Shard
     return layers, Shards(fsdp, tuple(dims), dtype)
 
 
-def _dtype_of(x: Any) -> Any:
+def _dtype_of(x: PyTree) -> DTypeLike | None:
     floats = [leaf.dtype for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return floats[0] if floats else None
 
@@ -416,7 +420,9 @@ def _check_axes(fsdp: FSDP) -> None:
         )
 
 
-def _for_each_layer(name: str, value: Any, params: Sequence[Any], spread: Any) -> list[list[Any]]:
+def _for_each_layer(
+    name: str, value: PyTree, params: Sequence[PyTree], spread: Callable[[PyTree, PyTree], list[T]]
+) -> list[list[T]]:
     """An entry for each parameter of each layer, from that of all layers or a list with those of each."""
     try:
         return [spread(value, of_layer) for of_layer in params]
@@ -432,7 +438,7 @@ def _for_each_layer(name: str, value: Any, params: Sequence[Any], spread: Any) -
         raise ValueError(f"fsdp.{name} does not have the structure of a layer's parameters: {error}") from None
 
 
-def _specs_of(specs: Any, of_layer: Any) -> list[PartitionSpec | None]:
+def _specs_of(specs: PyTree, of_layer: PyTree) -> list[PartitionSpec | None]:
     leaf_specs = jax.tree.structure(of_layer, is_leaf=is_parameter).flatten_up_to(specs)
     for spec in leaf_specs:
         if not (spec is None or isinstance(spec, PartitionSpec)):
@@ -440,7 +446,7 @@ def _specs_of(specs: Any, of_layer: Any) -> list[PartitionSpec | None]:
     return leaf_specs
 
 
-def _requantize_of(quantize: Any, of_layer: Any) -> list[Requantize | None]:
+def _requantize_of(quantize: PyTree, of_layer: PyTree) -> list[Requantize | None]:
     hows, structure = jax.tree.flatten(quantize, is_leaf=lambda x: x is None or isinstance(x, Requantize))
     for how in hows:
         if not (how is None or isinstance(how, Requantize)):
@@ -453,7 +459,7 @@ def _requantize_of(quantize: Any, of_layer: Any) -> list[Requantize | None]:
     return [how for how, count in zip(hows, counts, strict=True) for _ in range(count)]
 
 
-def _difference(quantize: Any, of_layer: Any) -> str:
+def _difference(quantize: PyTree, of_layer: PyTree) -> str:
     """Where entries of `quantize` and parameters of a layer do not meet."""
     is_entry = lambda x: x is None or isinstance(x, Requantize)  # noqa: E731
     entries = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(quantize, is_leaf=is_entry)]
@@ -550,7 +556,7 @@ def _validate_split(name: str, kernel: QuantizedArray, dim: int | None) -> None:
         )
 
 
-def gather_params(fsdp: FSDP, params: Any, specs: Any) -> Any:
+def gather_params(fsdp: FSDP, params: PyTree, specs: PyTree) -> PyTree:
     """Whole parameters from the parts that devices have, inside of `jax.shard_map`: for what is in no stack of layers.
 
     The gradient is the sum over devices, of this device's part.
@@ -575,7 +581,7 @@ def gather_params(fsdp: FSDP, params: Any, specs: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(shards: Shards, params: Any) -> Any:
+def _gathered(shards: Shards, params: PyTree) -> PyTree:
     return shards.gather(0, params)
 
 
