@@ -35,10 +35,11 @@ from te_jax.recipe import (
 from te_jax.sharding import as_axis_names
 
 Operand = jax.typing.ArrayLike | QuantizedArray
+Shaped = Array | QuantizedArray | jax.ShapeDtypeStruct
 KernelContracting = Literal["first", "last"]
 
 
-def as_operand(name: str, x: Any) -> Array | QuantizedArray:
+def as_operand(name: str, x: Operand) -> Array | QuantizedArray:
     if not isinstance(x, QuantizedArray):
         return as_array(name, x)
     validate_quantized_array(name, x)
@@ -64,7 +65,7 @@ def named_weights(
     bias: Any,
     scaling_state: Any,
     wgrad_accumulator: Any,
-    as_kernel: Callable[[str, Any], Any] = as_operand,
+    as_kernel: Callable[[str, Any], Array | QuantizedArray] = as_operand,
 ) -> dict[str, Weight]:
     """The kernels of a layer with what belongs to them, by the names of the kernels."""
     several = isinstance(kernel, tuple | list)
@@ -135,7 +136,7 @@ def _multiplies(scaling: Scaling, by_xla: bool) -> bool:
         return False
 
 
-def state_axes(state_axis: Any, recipe: Any) -> sharding.Axes:
+def state_axes(state_axis: object, recipe: object) -> sharding.Axes:
     """The mesh axes over which the states of delayed scaling are the same, from the argument state_axis.
 
     Raises:
@@ -153,7 +154,7 @@ def state_axes(state_axis: Any, recipe: Any) -> sharding.Axes:
     return axes
 
 
-def validate_kernel_contracting(value: Any) -> None:
+def validate_kernel_contracting(value: object) -> None:
     if value not in ("first", "last"):
         raise ValueError(f"kernel_contracting is {value!r}; it must be 'first' or 'last'")
 
@@ -166,7 +167,7 @@ class Shape(NamedTuple):
     outer: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Any, name: str, kernel: Any, contracting_ndim: int, kernel_contracting: str) -> Shape:
+    def of(cls, x: Shaped, name: str, kernel: Shaped, contracting_ndim: int, kernel_contracting: str) -> Shape:
         validate_kernel_contracting(kernel_contracting)
         integer = isinstance(contracting_ndim, numbers.Integral) and not isinstance(contracting_ndim, bool)
         if not integer or contracting_ndim < 1:
@@ -200,7 +201,7 @@ class Shape(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- validation
 
 
-def validate(x: Any, name: str, weight: Weight, shape: Shape, varying: frozenset[str]) -> None:
+def validate(x: Shaped, name: str, weight: Weight, shape: Shape, varying: frozenset[str]) -> None:
     """`varying`: the mesh axes over which x or the kernel varies."""
     for label, array in (("x", x), (name, weight.kernel)):
         _validate_float(label, array)
@@ -209,7 +210,7 @@ def validate(x: Any, name: str, weight: Weight, shape: Shape, varying: frozenset
     validate_parts(name, weight, shape.outer, varying)
 
 
-def _validate_float(label: str, array: Any) -> None:
+def _validate_float(label: str, array: Shaped) -> None:
     if array.dtype not in FLOATS:
         raise ValueError(f"{label} has dtype {array.dtype}; it must be {FLOAT_NAMES}: cast it")
 
@@ -238,7 +239,7 @@ def _accumulator_shape(kernel: Array | QuantizedArray, accumulator: Array | None
     return accumulator.shape if rows in itertools.accumulate(accumulator.shape, operator.mul) else kernel.shape
 
 
-def validate_plain(x: Any, name: str, weight: Weight) -> None:
+def validate_plain(x: Shaped, name: str, weight: Weight) -> None:
     for operand, value in (("x", x), (name, weight.kernel)):
         if isinstance(value, QuantizedArray):
             raise ValueError(
@@ -249,7 +250,9 @@ def validate_plain(x: Any, name: str, weight: Weight) -> None:
         raise ValueError(f"{label} is given, but recipe is None; only DelayedScaling has a state")
 
 
-def validate_fp8(x: Any, name: str, weight: Weight, shape: Shape, recipe: Any, kernel_contracting: Any) -> None:
+def validate_fp8(
+    x: Shaped, name: str, weight: Weight, shape: Shape, recipe: Recipe, kernel_contracting: KernelContracting
+) -> None:
     kernel = weight.kernel
     fp8.validate_recipe(recipe)
     if isinstance(recipe, ProductRecipes):
@@ -276,7 +279,7 @@ def validate_fp8(x: Any, name: str, weight: Weight, shape: Shape, recipe: Any, k
     fp8.validate_state(recipe, weight.state, of_kernel(name, "scaling_state"))
 
 
-def validate_not_quantized(name: str, array: Any, recipe: ProductRecipes) -> None:
+def validate_not_quantized(name: str, array: Shaped, recipe: ProductRecipes) -> None:
     """Raises ValueError if the array came quantized, by one recipe."""
     if isinstance(array, QuantizedArray):
         raise ValueError(

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax._core import observe
-from te_jax.ops.linear.products import Products, Wgrad
+from te_jax._core.types import PyTree
+from te_jax.ops.linear.products import Products, Quantizable, Wgrad
 from te_jax.ops.linear.weight import Weight
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product, Recipe
@@ -30,7 +31,7 @@ class Observed(NamedTuple):
     x: Any = None
     kernels: Any = None
 
-    def with_links_of(self, kernels: Sequence[Any]) -> Observed:
+    def with_links_of(self, kernels: Sequence[PyTree]) -> Observed:
         """A copy with links of kernels in FP8, which FSDP gathers again: it computes no link a second time."""
         if not self.links:
             return self
@@ -42,10 +43,10 @@ def results_observed(
     products: Products,
     observed: Observed,
     ys: tuple[Array, ...],
-    x: Any,
+    x: Quantizable,
     weights: Sequence[Weight],
-    layouts: Sequence[Any],
-    group: Any,
+    layouts: Sequence[Layout | None],
+    group: PyTree,
 ) -> tuple[tuple[Array, ...], Observed]:
     """The results of a layer, with their errors, and what the backward pass needs for those of gradients.
 
@@ -60,7 +61,7 @@ def results_observed(
         return ys, observed
     plain = products.plain()
     x = plain.quantize("activation", _dequantized(x), None, group, second_copy=True).array
-    kernels: Any = tuple(
+    kernels = tuple(
         plain.quantize("kernel", _dequantized(weight.kernel), None, group, second_copy=True).array for weight in weights
     )
     biases = [weight.bias for weight in weights]
@@ -82,7 +83,7 @@ def gradients_observed(
     dys: Sequence[Array],
     dx: Array | None,
     wgrads: Sequence[Wgrad | None],
-    group: Any,
+    group: PyTree,
     layout: Layout | None,
 ) -> tuple[Array | None, Sequence[Wgrad | None]]:
     """The gradients of a layer, with their errors where they are compared.
@@ -101,7 +102,7 @@ def gradients_observed(
         return dx, wgrads
     plain = products.plain()
     links = tuple(observed.links[i] for i in used)
-    parts: Any = tuple(plain.quantize("gradient", dy, None, group, second_copy=True).array for dy in dys)
+    parts = tuple(plain.quantize("gradient", dy, None, group, second_copy=True).array for dy in dys)
     kernels = tuple(observed.kernels[i] for i in used)
     expected, parts = plain.dgrad(parts, kernels, group, layout or Layout(dys[0].dtype))
     if dx is not None:
@@ -112,7 +113,7 @@ def gradients_observed(
         if wgrad is None:
             return None
 
-        def product(*, out_dtype: Any, **options: Any) -> Array:
+        def product(*, out_dtype: jax.typing.DTypeLike, **options: Any) -> Array:
             value, other = wgrad.product(out_dtype=out_dtype, **options), plain_wgrads[place]
             if options or other is None:  # with an accumulator it is no gradient
                 return value
@@ -124,11 +125,11 @@ def gradients_observed(
     return dx, [beside(place, wgrad) for place, wgrad in enumerate(wgrads)]
 
 
-def _link_of(kernel: Any, otherwise: Array) -> Array:
+def _link_of(kernel: PyTree, otherwise: Array) -> Array:
     return observe.links_of([kernel])[0] if jax.tree.leaves(kernel) else otherwise
 
 
-def _dequantized(x: Any) -> Any:
+def _dequantized(x: Quantizable) -> Array:
     if not isinstance(x, QuantizedArray):
         return x
     return dataclasses.replace(x, straight_through=None).dequantize()
@@ -164,7 +165,9 @@ def compared(
 # -------------------------------------------------------------------------------------------- layers without a recipe
 
 
-def recipe_in_comparison(recipe: Recipe | None, validate: Callable[[Recipe], Any]) -> tuple[Recipe | None, str | None]:
+def recipe_in_comparison(
+    recipe: Recipe | None, validate: Callable[[Recipe], object]
+) -> tuple[Recipe | None, str | None]:
     """The recipe of a layer, and why FP8 cannot take the layer if a comparison asks for it in vain.
 
     Args:
@@ -182,7 +185,7 @@ def recipe_in_comparison(recipe: Recipe | None, validate: Callable[[Recipe], Any
 
 
 def left_plain(
-    operation: str, ys: tuple[Array, ...], kernels: Sequence[Any], obstacle: str | None
+    operation: str, ys: tuple[Array, ...], kernels: Sequence[PyTree], obstacle: str | None
 ) -> tuple[Array, ...]:
     """The results of a layer with the obstacle of `recipe_in_comparison`, if there is one."""
     if obstacle is None:

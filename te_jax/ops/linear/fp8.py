@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ ROLES: tuple[Role, ...] = ("activation", "kernel", "gradient")
 _LARGEST_GROWTH = 16.0  # E4M3 holds values at a sixteenth of its range with full precision, down to 2^-10 of the amax
 
 
-def validate_recipe(recipe: Any) -> None:
+def validate_recipe(recipe: object) -> None:
     """Raises ValueError unless it is a Recipe."""
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe is {recipe!r}; it must be a Recipe, such as te_jax.recipe.CurrentScaling(), or None")
@@ -60,7 +60,7 @@ def validate_quantized(
 # -------------------------------------------------------------------------------------------- state of delayed scaling
 
 
-def validate_state(recipe: Recipe | None, state: Any, name: str = "scaling_state") -> None:
+def validate_state(recipe: Recipe | None, state: object, name: str = "scaling_state") -> None:
     """Checks that a state is there where the recipe has one, of the shape and dtype that it needs, and only there.
 
     Raises:
@@ -81,7 +81,7 @@ def validate_state(recipe: Recipe | None, state: Any, name: str = "scaling_state
             )
 
 
-def validate_advanced(state: Any, trained: bool) -> None:
+def validate_advanced(state: object, trained: bool) -> None:
     """Checks, in a forward rule, that where the kernel is trained the next state is asked for too.
 
     Args:

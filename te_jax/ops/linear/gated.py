@@ -16,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from te_jax._core.derivatives import not_differentiated
+from te_jax._core.types import PyTree
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops.linear import fp8, rule
-from te_jax.ops.linear.products import Products
+from te_jax.ops.linear.products import Products, Quantizable, Wgrad
 from te_jax.ops.linear.rule import Layouts, gradients_of, has_gradient, named_amaxes
 from te_jax.ops.linear.weight import Weight
 from te_jax.quantized import QuantizedArray
@@ -45,10 +46,10 @@ class GatedMLP:
     def use_native(self, x: Array) -> bool:
         return self.down.codecs[0].by_kernels and x.size > 0
 
-    def once(self, *operands: Array | None) -> Any:
+    def once(self, *operands: Array | None) -> PyTree:
         return not_differentiated(operands, self.down.once)
 
-    def read_by(self, products: Products, role: Role, x: Any, weight: Weight) -> Any:
+    def read_by(self, products: Products, role: Role, x: QuantizedArray, weight: Weight) -> Quantizable:
         """Output of an activation kernel, as the products read it; NaN where the state is not valid."""
         x = fp8.checked(x, weight.state, role)
         return products.quantize(role, x, None, None, second_copy=x.transposed is not None).array
@@ -60,18 +61,25 @@ class GatedMLP:
 class _Residuals(NamedTuple):
     layouts: Layouts
     x: Any  # as the gradients of gate and up read it; None where neither is trained
-    kernels: tuple[Any, ...]  # as the gradients of their operands read them
+    kernels: tuple[Quantizable | None, ...]  # as the gradients of their operands read them
     gate: Array  # x · gate
     up: Array  # x · up
     row_weights: Array | None
     weights: tuple[Weight, ...]  # see `rule.without_values`
     h_amax: Array | None  # from which the scale of h follows
-    amaxes: tuple[Any, ...]  # of x, h and the kernels, where scaling is delayed
-    group: Any
+    amaxes: tuple[Array | None, ...]  # of x, h and the kernels, where scaling is delayed
+    group: PyTree
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(mlp: GatedMLP, x: Any, x8: Any, row_weights: Any, weights: tuple[Weight, ...], group: Any) -> Array:
+def gated(
+    mlp: GatedMLP,
+    x: Array | None,
+    x8: QuantizedArray | None,
+    row_weights: Array | None,
+    weights: tuple[Weight, ...],
+    group: PyTree,
+) -> Array:
     """y of a gated MLP.
 
     Args:
@@ -149,7 +157,7 @@ def _forward(mlp: GatedMLP, *operands):
     )
 
 
-def _backward(mlp: GatedMLP, residuals: _Residuals, dy: Any):
+def _backward(mlp: GatedMLP, residuals: _Residuals, dy: Array):
     layouts, x8, kernel8s, gate, up, row_weights, weights, h_amax, amaxes, group = residuals
     x_amax, seen_h_amax, *kernel_amaxes = amaxes
     (dy,), of_weights = rule.zeros_of_unused([dy]), layouts.weights
@@ -187,8 +195,8 @@ def _backward(mlp: GatedMLP, residuals: _Residuals, dy: Any):
         mlp.read_by(mlp.gate_up, "gradient", part.array, weight)
         for part, weight in zip((gate_parts, up_parts), weights[:2], strict=True)
     )
-    dx: Any = None
-    wgrads: list[Any] = [None] * 3
+    dx = None
+    wgrads: list[Wgrad | None] = [None] * 3
     if layouts.x is not None and all(kernel8 is not None for kernel8 in kernel8s[:2]):
         dx, dgate8_up8 = mlp.gate_up.dgrad(dgate8_up8, kernel8s[:2], group, layouts.x)
     if x8 is not None:

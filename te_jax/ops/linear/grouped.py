@@ -21,11 +21,11 @@ from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs, grouped_native
 from te_jax.ops.linear.arguments import implementation_for
 from te_jax.ops.linear.codec import Codec, Codecs, codecs_of
-from te_jax.ops.linear.products import Products, Wgrad
+from te_jax.ops.linear.products import Products, Quantizable, State, Wgrad
 from te_jax.ops.permute import Permutation, unpermute
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import DelayedScalingState, Product, Recipe, Role
+from te_jax.recipe import Product, Recipe, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
 
@@ -48,7 +48,7 @@ class Groups(NamedTuple):
     permutation: Permutation | None = None
 
 
-class GroupedProducts(Products):
+class GroupedProducts(Products[Groups]):
     """Rows [rows, features]; kernels [groups, in, out], or [groups, out, in], each of which is quantized by itself."""
 
     @property
@@ -71,15 +71,13 @@ class GroupedProducts(Products):
         read = functools.partial(super().read_back, role)
         return jax.vmap(read)(array) if role == "kernel" else read(array)
 
-    def _kernels(
-        self, codec: Codec, kernels: Array, state: DelayedScalingState | None, copies: Copies
-    ) -> QuantizedParts:
+    def _kernels(self, codec: Codec, kernels: Array, state: State, copies: Copies) -> QuantizedParts:
         """Kernels in FP8. A state is one for all: they share its scale, and it observes the largest of them."""
         options: Any = {"copies": copies, "quantization": codec.quantization("kernel", self.kernel_contracting)}
         parts = jax.vmap(lambda kernel: codec.quantize("kernel", kernel, state, row_ndim=1, **options))(kernels)
         return parts if parts.amax is None else parts._replace(amax=jnp.max(parts.amax, initial=0.0))
 
-    def _rows(self, codec: Codec, role: Role, x: Array, state: Any, group: Groups, copies: Copies) -> QuantizedParts:
+    def _rows(self, codec: Codec, role: Role, x: Array, state: State, group: Groups, copies: Copies) -> QuantizedParts:
         """Rows in FP8, zeros in rows of no group."""
         counts = jnp.arange(x.shape[0], dtype=jnp.int32) < rows_in_groups(group.sizes, x.shape[0])
         x = jnp.where(counts[:, None], x, jnp.zeros((), x.dtype))
@@ -139,7 +137,7 @@ def grouped_codecs(
     recipe: Recipe | None,
     implementation: native.Implementation | None,
     x: Array | QuantizedArray,
-    kernels: tuple[Any, ...],
+    kernels: tuple[Quantizable, ...],
 ) -> Codecs:
     """The codecs of a layer with these operands.
 
@@ -156,7 +154,7 @@ def grouped_codecs(
     return codecs_of(NAME, recipe, implementation, chosen)
 
 
-def problem_of(recipe: Recipe | None, x: Array | QuantizedArray, kernels: tuple[Any, ...]) -> str | None:
+def problem_of(recipe: Recipe | None, x: Quantizable, kernels: tuple[Quantizable, ...]) -> str | None:
     """Why a GPU cannot multiply these, forward and backward."""
     scaling = None if recipe is None else recipe.quantization("activation").scaling
     problems = (cuda_problem(scaling, x.dtype, *kernel.shape) for kernel in kernels)
@@ -179,7 +177,7 @@ class GatheredProducts(GroupedProducts):
             return QuantizedParts(_Tokens(x, rows), None, None)  # pyright: ignore[reportArgumentType]
         return super().quantized(codec, role, x, state, group, **options)
 
-    def _forward(self, x8: Any, kernel8s, biases, layouts, group: Groups, *, differentiated):
+    def _forward(self, x8: _Tokens, kernel8s, biases, layouts, group: Groups, *, differentiated):
         ys, _, preactivations = super()._forward(
             x8.rows, kernel8s, biases, layouts, group, differentiated=differentiated
         )

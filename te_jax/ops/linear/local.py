@@ -17,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import sharding
 from te_jax.ops._activation_kernels import activated
-from te_jax.ops.gemm import gemm, gemm_sum
+from te_jax.ops.gemm import Contracting, gemm, gemm_sum
 from te_jax.ops.linear.arguments import Shape, sequence_padding, whole_blocks
 from te_jax.ops.linear.codec import plain
-from te_jax.ops.linear.products import Products, Wgrad
+from te_jax.ops.linear.products import Products, Quantizable, Wgrad
 from te_jax.ops.linear.rule import linear
 from te_jax.ops.linear.weight import Weight, together
 from te_jax.ops.quantize import QuantizedParts
@@ -32,7 +32,7 @@ from te_jax.sharding import Layout, layout_of_product, regrouped, split_in_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalProducts(Products):
+class LocalProducts(Products[None]):
     """Products of which at least one is in FP8, or reads its values.
 
     Attributes:
@@ -64,16 +64,17 @@ class LocalProducts(Products):
         if role == "kernel":
             row_ndim = self.contracting_ndim if self.kernel_contracting == "first" else x.ndim - self.contracting_ndim
         quantization = codec.quantization(role, self.kernel_contracting)
-        options: Any = {"row_ndim": row_ndim, "copies": copies, "quantization": quantization}
-        return codec.quantize(role, x, state, **options, with_dbias=with_dbias)
+        return codec.quantize(
+            role, x, state, row_ndim=row_ndim, copies=copies, quantization=quantization, with_dbias=with_dbias
+        )
 
-    def sum_of_rows(self, dy: Array, group: Any) -> Array:
+    def sum_of_rows(self, dy: Array, group: None) -> Array:
         return jnp.sum(dy.astype(jnp.float32), axis=tuple(range(self.batch_ndim)))
 
-    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout, ...]:
+    def layouts(self, x: Quantizable, kernels: Iterable[Quantizable]) -> tuple[Layout, ...]:
         return tuple(self.layout(x, kernel) for kernel in kernels)
 
-    def layout(self, x: Any, kernel: Any) -> Layout:
+    def layout(self, x: Quantizable, kernel: Quantizable) -> Layout:
         """The batch lies as that of x and out as that of kernel, whichever copies products read, and what they
         gather."""
         out_ndim, out_first = kernel.ndim - self.contracting_ndim, self.kernel_contracting == "last"
@@ -96,7 +97,7 @@ class LocalProducts(Products):
             options["contracting_ndim"] = sizes[product]
         return gemm(lhs, rhs, implementation=codec.implementation, **contracting, **options)
 
-    def contracting(self, product: Product) -> dict[str, Any]:
+    def contracting(self, product: Product) -> dict[str, Contracting]:
         """Over which dimensions of both operands a product sums."""
         rows_summed = self.kernel_contracting == ("last" if product == "dgrad" else "first") or product == "wgrad"
         return {
@@ -147,7 +148,7 @@ class LocalProducts(Products):
     def activated(self, y: Array) -> Array:
         return y if self.activation is None else activated(self.activation, y)
 
-    def before_activation(self, preactivation: Any, dy: Array) -> Array:
+    def before_activation(self, preactivation: Array | None, dy: Array) -> Array:
         if self.activation is None:
             return dy
         return jax.vjp(functools.partial(activated, self.activation), preactivation)[1](dy)[0]
@@ -165,7 +166,9 @@ class LocalProducts(Products):
         sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
         return tuple(Wgrad(functools.partial(self._wgrad, *pair), pair) for pair in sides)
 
-    def _wgrad(self, lhs, rhs, *, out_dtype: Any, accumulator: Any = None, accumulate: bool = True) -> Array:
+    def _wgrad(
+        self, lhs, rhs, *, out_dtype: np.dtype, accumulator: Array | None = None, accumulate: bool = True
+    ) -> Array:
         """The gradient, or the next value of an accumulator, which may have more dimensions than the kernel that
         products read. It gets those here: a scan keeps what is reshaped before beside its own inputs, once more for
         every layer."""
@@ -256,7 +259,7 @@ class PlainProducts(LocalProducts):
         return tuple(Wgrad(functools.partial(self._next_value, x8, dy), (x8, dy)) for dy in dy8s)
 
     def _next_value(
-        self, x: Array, dy: Array, *, out_dtype: Any, accumulator: Array | None = None, accumulate: bool = True
+        self, x: Array, dy: Array, *, out_dtype: np.dtype, accumulator: Array | None = None, accumulate: bool = True
     ) -> Array:
         """The gradient, or the next value of an accumulator."""
         tokens = tuple(range(x.ndim - self.contracting_ndim))

@@ -180,7 +180,7 @@ def _read(x: Array, copy: QuantizedArray, layout: Layout) -> tuple[Array, Array]
     return _rounded(scaled, stored.dtype) * inverse, largest * inverse
 
 
-def _rounded(x: Array, dtype: Any) -> Array:
+def _rounded(x: Array, dtype: np.dtype) -> Array:
     """Float32 x to the nearest value of an FP8 dtype, to even, as far as it reaches; XLA may leave out a conversion to
     FP8 and back."""
     info = jnp.finfo(dtype)

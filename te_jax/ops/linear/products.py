@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from jax import Array
@@ -15,15 +15,20 @@ from jax import Array
 from te_jax import sharding
 from te_jax._core import observe
 from te_jax._core.derivatives import not_differentiated
+from te_jax._core.types import PyTree
 from te_jax.ops._quantize_kernels import Request
 from te_jax.ops.linear.arguments import KernelContracting
 from te_jax.ops.linear.codec import READ_BY, Codec, Codecs
 from te_jax.ops.linear.fp8 import Copy
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.quantized import QuantizedArray
-from te_jax.recipe import PRODUCTS, Product, Quantization, Role
+from te_jax.recipe import PRODUCTS, DelayedScalingState, Product, Quantization, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
+
+GroupT = TypeVar("GroupT")
+Quantizable = Array | QuantizedArray
+State = DelayedScalingState | None
 
 
 class Wgrad(NamedTuple):
@@ -35,7 +40,7 @@ class Wgrad(NamedTuple):
     """
 
     product: Callable[..., Array]
-    operands: Any
+    operands: PyTree
 
 
 class Pair(NamedTuple):
@@ -54,7 +59,7 @@ def _second(operand: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Products(abc.ABC):
+class Products(abc.ABC, Generic[GroupT]):
     """How a layer multiplies. Hashable, so that a layer is traced once.
 
     `group` is what products read beside their operands, such as the sizes of groups of rows. It has no gradient.
@@ -90,7 +95,7 @@ class Products(abc.ABC):
             )
         return f"{self.name} in FP8 is differentiated once, by its own rules; for second derivatives use recipe=None"
 
-    def differentiated_once(self, operands: Any) -> Any:
+    def differentiated_once(self, operands: PyTree) -> PyTree:
         """Operands of the backward pass, where no quantization lies before them."""
         return operands if all(codec.in_fp8 for codec in self.codecs) else not_differentiated(operands, self.once)
 
@@ -119,7 +124,7 @@ class Products(abc.ABC):
         return observe.layer(self.name, links, self.dgrad_copy)
 
     def quantize(
-        self, role: Role, x: Any, state: Any, group: Any, *, second_copy: bool, with_dbias: bool = False
+        self, role: Role, x: Quantizable, state: State, group: GroupT, *, second_copy: bool, with_dbias: bool = False
     ) -> QuantizedParts:
         """An operand as products read it, its amax where scaling is delayed, and dbias where it is asked for.
 
@@ -140,7 +145,7 @@ class Products(abc.ABC):
         return parts._replace(array=Pair(parts.array, read))  # pyright: ignore[reportArgumentType]
 
     def encoded(
-        self, codec: Codec, role: Role, x: Any, state: Any, group: Any, *,
+        self, codec: Codec, role: Role, x: Any, state: State, group: GroupT, *,
         first_copy: bool, second_copy: bool, with_dbias: bool = False,
     ) -> QuantizedParts:  # fmt: skip
         """An operand by one codec."""
@@ -156,7 +161,7 @@ class Products(abc.ABC):
 
     @abc.abstractmethod
     def quantized(
-        self, codec: Codec, role: Role, x: Any, state: Any, group: Any, *,
+        self, codec: Codec, role: Role, x: Any, state: State, group: GroupT, *,
         first_copy: bool, second_copy: bool, with_dbias: bool = False,
     ) -> QuantizedParts:  # fmt: skip
         """An operand in FP8, with the copies that its first and its second product read."""
@@ -167,7 +172,7 @@ class Products(abc.ABC):
         return dataclasses.replace(array, dtype=self.dtype).dequantize()
 
     @abc.abstractmethod
-    def sum_of_rows(self, dy: Array, group: Any) -> Array:
+    def sum_of_rows(self, dy: Array, group: GroupT) -> Array:
         """The gradient of a bias from that of a plain result, float32."""
 
     def quantization(self, role: Role) -> Quantization:
@@ -189,7 +194,7 @@ class Products(abc.ABC):
             return None
         return x if is_argument else x.named(f"{self.prefix}_{role}")
 
-    def validate_x(self, x8: Any, trained: str) -> None:
+    def validate_x(self, x8: QuantizedArray | None, trained: str) -> None:
         """Checks that an x that came quantized has what the gradient of the kernel `trained` reads.
 
         Raises:
@@ -213,7 +218,7 @@ class Products(abc.ABC):
     def plain(self) -> Products:
         """The same products of operands that are not quantized, without activation."""
 
-    def layouts(self, x: Any, kernels: Iterable[Any]) -> tuple[Layout | None, ...]:
+    def layouts(self, x: Quantizable, kernels: Iterable[Quantizable]) -> tuple[Layout | None, ...]:
         """Layouts of the results, from operands that are not quantized yet; None for as they come."""
         del x
         return tuple(None for _ in kernels)
@@ -253,7 +258,7 @@ class Products(abc.ABC):
         """The activation of a result."""
         return y
 
-    def before_activation(self, preactivation: Any, dy: Array) -> Array:
+    def before_activation(self, preactivation: Array | None, dy: Array) -> Array:
         """The gradient of a result before its activation."""
         del preactivation
         return dy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +22,11 @@ from te_jax import sharding
 from te_jax._core import observe
 from te_jax._core.batching import batched_together
 from te_jax._core.derivatives import not_differentiated
+from te_jax._core.types import PyTree, T
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated
 from te_jax.ops.linear.compared import Observed, gradients_observed, results_observed
-from te_jax.ops.linear.products import Products, Wgrad
+from te_jax.ops.linear.products import Products, Quantizable, Wgrad
 from te_jax.ops.linear.weight import Weight
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import Layout
@@ -34,12 +35,12 @@ from te_jax.sharding import Layout
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered, and XLA removes what
 # nobody asks for.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=sharding.INLINE)
-def traced(layer: Callable[..., Any], static: Any, *operands: Any) -> Any:
+def traced(layer: Callable[..., T], static: Hashable, *operands: PyTree) -> T:
     """`layer(static, *operands)`, which ends in a derivative rule."""
     return layer(static, *operands)
 
 
-def validated(validate: Callable[..., None], *operands: Any) -> None:
+def validated(validate: Callable[..., None], *operands: PyTree) -> None:
     """Checks operands in a forward rule."""
     try:
         validate(*operands)
@@ -56,13 +57,13 @@ class Layouts(NamedTuple):
     weights: tuple[Weight, ...]
 
     @classmethod
-    def of(cls, x: Any, weights: tuple[Weight, ...]) -> Layouts:
+    def of(cls, x: Quantizable | None, weights: tuple[Weight, ...]) -> Layouts:
         return cls(
             _layout(x), tuple(Weight(_layout(w.kernel), _layout(w.bias), _layout(w.accumulator)) for w in weights)
         )
 
 
-def _layout(x: Any) -> Layout | None:
+def _layout(x: Quantizable | None) -> Layout | None:
     x = x.straight_through if isinstance(x, QuantizedArray) else x
     return Layout.of(x) if isinstance(x, Array) else None
 
@@ -70,16 +71,18 @@ def _layout(x: Any) -> Layout | None:
 class _Residuals(NamedTuple):
     layouts: Layouts
     x: Any  # as wgrad reads it; None where no kernel has a gradient
-    kernels: tuple[Any, ...]  # as dgrad reads them
-    preactivations: tuple[Any, ...]
+    kernels: tuple[Quantizable | None, ...]  # as dgrad reads them
+    preactivations: tuple[Array | None, ...]
     weights: tuple[Weight, ...]  # what `gradients_of` reads of them
-    amaxes: tuple[Any, ...]  # of x and of each kernel
-    group: Any
+    amaxes: tuple[Array | None, ...]  # of x and of each kernel
+    group: PyTree
     observed: Observed  # empty unless statistics are asked for
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear(products: Products, x: Any, x8: Any, weights: tuple[Weight, ...], group: Any) -> tuple[Array, ...]:
+def linear(
+    products: Products, x: Array | None, x8: QuantizedArray | None, weights: tuple[Weight, ...], group: PyTree
+) -> tuple[Array, ...]:
     """The results of a layer, one for each weight.
 
     Args:
@@ -160,8 +163,8 @@ def _backward(products: Products, residuals: _Residuals, dys):
 
     dys = [products.before_activation(preactivations[i], dy) for i, dy in zip(used, dys, strict=True)]
     dy8s, dy_amaxes, dbiases = zip(*map(quantized, used, dys), strict=True)
-    dx: Any = None
-    wgrads: Any = [None] * len(used)
+    dx = None
+    wgrads: Sequence[Wgrad | None] = [None] * len(used)
     if layouts.x is not None and all(kernel8 is not None for kernel8 in kernel8s):
         dx, dy8s = products.dgrad(dy8s, kernel8s, group, layouts.x)
     if x8 is not None:
@@ -216,12 +219,12 @@ def validate_weight(products: Products, name: str, weight: Weight, *, for_x: boo
     fp8.validate_advanced(weight.state, trained=for_kernel or for_accumulator)
 
 
-def _perturbed(operand: Any) -> bool:
+def _perturbed(operand: PyTree) -> bool:
     return any(leaf.perturbed for leaf in jax.tree.leaves(operand))
 
 
 def quantized_kernels(
-    products: Products, weights: Sequence[Weight], group: Any, links: Sequence[Array] = (), *, second_copy: bool
+    products: Products, weights: Sequence[Weight], group: PyTree, links: Sequence[Array] = (), *, second_copy: bool
 ):
     """(kernels as products read them, their amaxes), with statistics where links of the kernels are given."""
     kernels = (
@@ -242,7 +245,9 @@ def kept_kernels(products: Products, kernel8s: tuple[Any, ...], weights: tuple[W
     )
 
 
-def named_amaxes(products: Products, amaxes: tuple[Any, ...], weights: tuple[Weight, ...]) -> tuple[Any, ...]:
+def named_amaxes(
+    products: Products, amaxes: tuple[Array | None, ...], weights: tuple[Weight, ...]
+) -> tuple[Array | None, ...]:
     """Amaxes of activations and, last, of the kernels."""
     roles = ("activation",) * (len(amaxes) - len(weights)) + ("kernel",) * len(weights)
     return tuple(
@@ -258,7 +263,7 @@ def without_values(weight: Weight) -> Weight:
     return Weight(shell, None, weight.accumulator, weight.state)
 
 
-def zeros_of_unused(dys: Iterable[Any]) -> list[Array]:
+def zeros_of_unused(dys: Iterable[Array | SymbolicZero]) -> list[Array]:
     """Gradients of results, zeros for those that are not used."""
     return [ad.zeros_like_aval(dy.aval) if isinstance(dy, SymbolicZero) else dy for dy in dys]
 
@@ -274,7 +279,7 @@ def gradients_of(
     layout: Weight,
     wgrad: Wgrad | None,
     dbias: Array | None,
-    amaxes: tuple[Any, ...],
+    amaxes: tuple[Array | None, ...],
 ) -> Weight:
     """The cotangents of a weight.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from te_jax import sharding
+from te_jax._core.types import PyTree
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState
 
@@ -25,7 +26,7 @@ class Weight(NamedTuple):
         return self.kernel.straight_through is not None
 
 
-def together(operands: Any, axes: frozenset[str] = frozenset()) -> Any:
+def together(operands: tuple[PyTree, ...], axes: frozenset[str] = frozenset()) -> tuple[PyTree, ...]:
     """Operands of a layer, which end with its weights, as `sharding.varying_together` has them, states as they are."""
     *leading, weights = operands
     stateless = tuple(weight._replace(state=None) for weight in weights)

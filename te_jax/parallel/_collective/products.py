@@ -13,20 +13,21 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import sharding
-from te_jax._core.types import BLOCK
-from te_jax.ops.linear.products import Pair, Products, Wgrad
+from te_jax._core.types import BLOCK, PyTree
+from te_jax.ops.linear.products import Pair, Products, State, Wgrad
 from te_jax.ops.quantize import QuantizedParts
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel._collective.sides import Sides, gather, in_order, sides_of, travelling, wgrad, with_parts
 from te_jax.parallel.options import P2P, Ring
 from te_jax.parallel.transports import p2p, ring, xla
 from te_jax.parallel.transports.exchange import GemmOperand, Transport
+from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product, Role
 from te_jax.sharding import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveProducts(Products):
+class CollectiveProducts(Products[None]):
     """Operands are `Sides`, and what is kept of them `GemmOperand`s.
 
     A layer that gathers has products [A·D·R, N] of x [A, R, K] with the columns of kernels that a device has; one that
@@ -40,7 +41,7 @@ class CollectiveProducts(Products):
 
     prefix: ClassVar[str] = "te_collective"
 
-    def differentiated_once(self, operands: Any) -> Any:
+    def differentiated_once(self, operands: PyTree) -> PyTree:
         return operands  # plain products and collectives have derivatives of their own
 
     def of(self, product: Product) -> CollectiveSpec:
@@ -73,10 +74,10 @@ class CollectiveProducts(Products):
         dbias = self.sum_of_rows(x, group) if with_dbias and travels else sides.dbias
         return QuantizedParts(sides, sides.amax, dbias)
 
-    def sum_of_rows(self, dy: Array, group: Any) -> Array:
+    def sum_of_rows(self, dy: Array, group: None) -> Array:
         return jnp.sum(dy.astype(jnp.float32), axis=(0, 1))
 
-    def _kernel(self, spec: CollectiveSpec, kernel: Any, state: Any, *, first_copy: bool, second_copy: bool) -> Sides:
+    def _kernel(self, spec: CollectiveSpec, kernel: Any, state: State, *, first_copy: bool, second_copy: bool) -> Sides:
         """Its sides as those of [K, N]: `by_cols` the forward pass reads, `by_rows` the gradient of x."""
         first = self.kernel_contracting == "first"
         if spec.codec.recipe is None:
@@ -147,7 +148,7 @@ class CollectiveProducts(Products):
         sides = (self.wgrad_sides(x8, dy) for dy in dys)
         return tuple(Wgrad(functools.partial(wgrad, spec, *pair), pair) for pair in sides)
 
-    def validate_x(self, x8: Any, trained: str) -> None:
+    def validate_x(self, x8: QuantizedArray | None, trained: str) -> None:
         spec = self.of("wgrad")
         if spec.blocks_span_shards:
             raise ValueError(

@@ -116,7 +116,7 @@ def _data_of(x: QuantizedArray, lead: tuple[int, ...]) -> GemmOperand:
 # ------------------------------------------------------------------------------ operands of the kernel's gradient
 
 
-def travelling(by_cols: GemmOperand | None) -> tuple[Array, ...]:
+def travelling(by_cols: Any) -> tuple[Array, ...]:
     """The arrays that are gathered beside the data by rows: values of the transposed copy, and scales of blocks."""
     if by_cols is None or not by_cols.scaling.has_several_scales:
         return ()
@@ -168,7 +168,7 @@ def wgrad(
     lhs: GemmOperand,
     rhs: GemmOperand,
     *,
-    out_dtype: Any,
+    out_dtype: jnp.dtype,
     accumulator: Array | None = None,
     accumulate: bool = True,
 ) -> Array:
