@@ -40,7 +40,7 @@ class Heads:
     head_dim: int
 
     @classmethod
-    def of(cls, in_features: int, num_heads: Any, num_kv_heads: Any, head_dim: Any) -> Heads:
+    def of(cls, in_features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> Heads:
         """Checks the arguments of a layer, and fills in those that are None."""
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 1 if head_dim is None else head_dim}
@@ -114,7 +114,7 @@ class Cache(NamedTuple):
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
 
-def as_input(x: Any, in_features: int | None = None) -> Array | QuantizedArray:
+def as_input(x: jax.typing.ArrayLike | QuantizedArray, in_features: int | None = None) -> Array | QuantizedArray:
     """The input of an attention layer, [batch, time, in_features].
 
     Raises:
@@ -201,7 +201,7 @@ def attend(
     segment_ids: Array | None = None,
     max_segments_per_seq: int | None = None,
     key_lengths: Array | None = None,
-    positions: Any = None,
+    positions: jax.typing.ArrayLike | None = None,
     cache: Cache | None = None,
 ) -> tuple[Array, Cache | None]:
     """Attention with rotary positions; with a cache, to the tokens that it holds and to these.
@@ -279,7 +279,7 @@ def attend_cached(
     return jnp.where(filled <= keys.shape[1], mixed, jnp.nan), Cache(keys, values, filled)
 
 
-def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengths: Any, cache: Cache) -> None:
+def _validate_cached(key: Array, settings: Settings, segment_ids: object, key_lengths: object, cache: Cache) -> None:
     for name, value in (("segment_ids", segment_ids), ("key_lengths", key_lengths)):
         if value is not None:
             raise ValueError(f"{name} are given with decode=True, where no token is padding: leave them out")
@@ -297,7 +297,7 @@ def _validate_cached(key: Array, settings: Settings, segment_ids: Any, key_lengt
         )
 
 
-def _as_positions(positions: Any, query: Array) -> Array:
+def _as_positions(positions: jax.typing.ArrayLike | None, query: Array) -> Array:
     validate_integers("positions", positions)
     positions = jnp.asarray(positions)
     integers = jnp.issubdtype(positions.dtype, jnp.integer)

@@ -64,12 +64,12 @@ class KernelsLayer:
             )
         object.__setattr__(self, "kernels", tuple(names))
 
-    def names(self, module: Any) -> tuple[str, ...]:
+    def names(self, module: object) -> tuple[str, ...]:
         """The names of the kernels in a module."""
         values = ((name, getattr(module, name, None)) for name in self.kernels)
         return tuple(value if isinstance(value, str) else name for name, value in values)
 
-    def share(self, module: Any) -> Fraction | None:
+    def share(self, module: object) -> Fraction | None:
         """The share of the kernels that a token meets, if it is known."""
         if self.experts is None:
             return None
@@ -192,7 +192,7 @@ def report(layers: Iterable[Layer], rules: Rules) -> Report:
     return Report(layers, tuple(pattern for pattern, _ in rules if not any(_matches(p, pattern) for p in paths)))
 
 
-def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
+def validate(recipe: object, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
     """The rules as a tuple.
 
     Raises:
@@ -213,7 +213,7 @@ def validate(recipe: Any, rules: Any) -> tuple[tuple[str, Recipe | None], ...]:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value for errors; of one that fills screens, such as a model, its type."""
     text = repr(value)
     return kind_of(value) if "\n" in text or len(text) > 200 else text
@@ -346,14 +346,14 @@ def obstacle_in_dtype(*dtypes: jax.typing.DTypeLike | None) -> str | None:
     return None
 
 
-def replaced_precision(precision: Any) -> str:
+def replaced_precision(precision: object) -> str:
     """For the report of a layer in FP8: what its `precision` asked for, if it is not JAX's default."""
     asked = precision if isinstance(precision, tuple | list) else (precision,)
     names = [str(name).lower() for name in asked if name is not None]
     return f"in place of precision {', '.join(dict.fromkeys(names))}" if set(names) - {"default"} else ""
 
 
-def is_wrapped_by_qwix(module: Any) -> bool:
+def is_wrapped_by_qwix(module: object) -> bool:
     """Whether qwix made the class of a module.
 
     Its models replace `lax.dot_general` and `jnp.einsum` while they run: in a converted layer they would find no
@@ -374,7 +374,7 @@ def no_linear_layer(layer: type, linear_layers: str) -> str:
     return f"{name} is none of {linear_layers}: {ways}"
 
 
-def is_composite(module: Any, linear_layers: tuple[type, ...]) -> bool:
+def is_composite(module: object, linear_layers: tuple[type, ...]) -> bool:
     """Whether a module is one of te_jax that calls linear layers as one operation, all with its own recipe."""
     ours = any(base.__module__.partition(".")[0] == "te_jax" for base in type(module).__mro__)
     return ours and not isinstance(module, linear_layers)
@@ -397,7 +397,7 @@ def metaclass_for_pickle(metaclass: type, converted_class: Callable[[type], type
     """
     derived = type(metaclass.__name__, (metaclass,), {})
 
-    def reduced(cls: type) -> str | tuple[Any, ...]:
+    def reduced(cls: type) -> str | tuple[object, ...]:
         base = cls.__bases__[-1]
         if type(base) is derived:  # somebody's subclass of a converted class
             return cls.__qualname__
@@ -407,7 +407,7 @@ def metaclass_for_pickle(metaclass: type, converted_class: Callable[[type], type
     return derived
 
 
-def _is_rule(rule: Any) -> bool:
+def _is_rule(rule: object) -> bool:
     return (
         isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], Recipe | None)
     )

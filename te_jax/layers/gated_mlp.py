@@ -38,13 +38,13 @@ def gated_mlp(
     states = tuple(layer.scaling_state for layer in layers if layer.scaling_state is not None)
     x = linear.cast(x, dtype)
     kernels = [layer.kernel for layer in layers]
-    arguments: Any = dense_kernels(kernels) if tensor is None else tensor.dense_kernels(kernels, x)
+    arguments = dense_kernels(kernels) if tensor is None else tensor.dense_kernels(kernels, x)
     arguments |= {"bias": tuple(layer.bias for layer in layers), "scaling_state": states or None}
     if tensor is None:
         return ops.gated_mlp(x, activation=activation, **arguments, **vars(options))
     accumulate = arguments.pop("accumulate")
 
-    def local(x: Any, arguments: dict[str, Any]) -> Array:
+    def local(x: Array | QuantizedArray, arguments: dict[str, Any]) -> Array:
         return parallel.gated_mlp(
             x,
             axis_name=tensor.name,

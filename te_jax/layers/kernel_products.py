@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import JaxprEqn
 
 from te_jax import ops
 from te_jax._core import jaxprs
-from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS
+from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, PyTree
 from te_jax.layers import linear
 from te_jax.layers.convert import obstacle_in_einsum, obstacle_in_sizes
 from te_jax.recipe import DelayedScalingState
@@ -31,12 +32,12 @@ class KernelOptions(NamedTuple):
 
 
 def call_with_products(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     kernels: Mapping[str, Array],
     options: Mapping[str, KernelOptions],
     owner: str,
     way_out: str,
-) -> Any:
+) -> PyTree:
     """function(*kernels), where each product of an array and one of the kernels is one of te_jax.
 
     These are `dot_general`, with or without batch dimensions, and `ragged_dot`. It is differentiated as any function.
@@ -74,10 +75,13 @@ class _Kernel:
 
     names: frozenset[str]
     value: Array
-    dtype: Any
+    dtype: jax.typing.DTypeLike
 
     def cast(self) -> Array:
         return self.value.astype(self.dtype)
+
+
+_Operand = Array | _Kernel
 
 
 class _Run:
@@ -91,7 +95,7 @@ class _Run:
         self.options, self.owner, self.way_out = options, owner, way_out
         self.multiplied: set[str] = set()
 
-    def evaluate(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: jaxprs.Program, operands: Sequence[_Operand]) -> list[_Operand]:
         """The results of a jaxpr. Equations without kernels run together, up to the next one with a kernel."""
         values = jaxprs.Values(jaxpr, operands)
         for eqn in values.jaxpr.eqns:
@@ -103,19 +107,19 @@ class _Run:
                 values.postpone(eqn)
         return values.read(values.jaxpr.outvars)
 
-    def _apply(self, eqn: Any, arguments: list[Any]) -> Sequence[Any]:
+    def _apply(self, eqn: JaxprEqn, arguments: list[_Operand]) -> Sequence[_Operand]:
         """The results of an equation with kernels."""
         rule = _RULES.get(eqn.primitive.name)
         if rule is None:
             raise self.refusal(_names(arguments), f"is an operand of {eqn.primitive.name}")
         return rule(self, eqn, arguments)
 
-    def plain(self, place: str, value: Any) -> Any:
+    def plain(self, place: str, value: _Operand) -> Array:
         if isinstance(value, _Kernel):
             raise self.refusal(value.names, f"is one of {place}")
         return value
 
-    def refusal(self, names: Any, problem: str) -> ValueError:
+    def refusal(self, names: Collection[str], problem: str) -> ValueError:
         kernels = " and ".join(sorted(names))
         return ValueError(
             f"{kernels} {problem} in the __call__ of {self.owner}, where a kernel in FP8 can only be multiplied, by "
@@ -124,7 +128,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------- layouts
 
-    def _laid_out(self, eqn: Any, arguments: list[Any]) -> list[_Kernel]:
+    def _laid_out(self, eqn: JaxprEqn, arguments: list[_Operand]) -> list[_Kernel]:
         """Values of kernels, somewhere else."""
         joined = [argument for argument in arguments if isinstance(argument, _Kernel)]
         name = eqn.primitive.name
@@ -137,13 +141,13 @@ class _Run:
         results = eqn.primitive.bind(*values, *arguments[len(joined) :], **eqn.params)
         return [_Kernel(names, value, dtype) for value in (results if eqn.primitive.multiple_results else [results])]
 
-    def _cast(self, eqn: Any, arguments: list[Any]) -> list[_Kernel]:
+    def _cast(self, eqn: JaxprEqn, arguments: list[_Kernel]) -> list[_Kernel]:
         (kernel,), dtype = arguments, eqn.params["new_dtype"]
         if dtype not in FLOATS:
             raise self.refusal(kernel.names, f"is cast to {jnp.dtype(dtype).name}, not {FLOAT_NAMES},")
         return [dataclasses.replace(kernel, dtype=dtype)]
 
-    def _scaled(self, eqn: Any, arguments: list[Any]) -> list[_Kernel]:
+    def _scaled(self, eqn: JaxprEqn, arguments: list[Any]) -> list[_Kernel]:
         """A kernel times a number."""
         kernel, *numbers = sorted(arguments, key=lambda argument: not isinstance(argument, _Kernel))
         division = eqn.primitive.name == "div" and kernel is not arguments[0]
@@ -163,29 +167,29 @@ class _Run:
         self.multiplied |= kernel.names
         return first
 
-    def _operands(self, eqn: Any, lhs: Any, rhs: Any) -> tuple[Array, _Kernel]:
+    def _operands(self, eqn: JaxprEqn, lhs: Any, rhs: Any) -> tuple[Array, _Kernel]:
         x, kernel = (lhs, rhs) if isinstance(rhs, _Kernel) else (rhs, lhs)
         if isinstance(x, _Kernel):
             raise self.refusal(_names((lhs, rhs)), "are multiplied with each other")
-        if x.dtype not in FLOATS or eqn.outvars[0].aval.dtype not in FLOATS:
+        if x.dtype not in FLOATS or jaxprs.type_of(eqn.outvars[0]).dtype not in FLOATS:
             raise self.refusal(kernel.names, f"is multiplied by {x.dtype.name}, not {FLOAT_NAMES},")
         return x, kernel
 
-    def _dot_general(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+    def _dot_general(self, eqn: JaxprEqn, arguments: list[_Operand]) -> list[Array]:
         x, kernel = self._operands(eqn, *arguments)
-        subscripts = _subscripts(eqn.params["dimension_numbers"], *(var.aval.ndim for var in eqn.invars))
+        subscripts = _subscripts(eqn.params["dimension_numbers"], *(jaxprs.type_of(var).ndim for var in eqn.invars))
         if kernel is arguments[0]:
             subscripts = subscripts[1], subscripts[0], subscripts[2]
         string = "{},{}->{}".format(*subscripts)
         if obstacle := obstacle_in_einsum(string, kernel.value.shape, "its product"):
             raise self.refusal(kernel.names, f"is in a product that FP8 cannot take ({obstacle})")
         names = linear.Einsum.parse(string, kernel.value.shape)
-        dtype, sharding = eqn.outvars[0].aval.dtype, eqn.params.get("out_sharding")
+        dtype, sharding = jaxprs.type_of(eqn.outvars[0]).dtype, eqn.params.get("out_sharding")
         options, state = self._options(kernel)
         y = linear.einsum(names, x, kernel.value, None, state, dtype=dtype, options=options)
         return [y if sharding is None else jax.reshard(y, sharding)]
 
-    def _ragged_dot(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+    def _ragged_dot(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Array]:
         x, kernel = self._operands(eqn, *arguments[:2])
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (lhs_axes, rhs_axes), batch = numbers.dot_dimension_numbers
@@ -206,7 +210,7 @@ class _Run:
             raise self.refusal(kernel.names, "is in a ragged_dot, which takes no recipe with state,")
         last = (group, outer, inner) == (0, 1, 2)
         y = _product_of_groups(
-            (x if lhs_axes[0] == 1 else x.T).astype(eqn.outvars[0].aval.dtype),
+            (x if lhs_axes[0] == 1 else x.T).astype(jaxprs.type_of(eqn.outvars[0]).dtype),
             kernel.value if last else kernel.value.transpose(group, inner, outer),
             arguments[2],
             kernel_contracting="last" if last else "first",
@@ -217,10 +221,12 @@ class _Run:
 
     # ---------------------------------------------------------------------------------- functions in the function
 
-    def _inlined(self, eqn: Any, arguments: list[Any]) -> list[Any]:
+    def _inlined(self, eqn: JaxprEqn, arguments: list[_Operand]) -> list[_Operand]:
         return self.evaluate(jaxprs.called(eqn), arguments)
 
-    def _inside(self, eqn: Any, jaxpr: Any, arguments: Sequence[Any]) -> Callable[..., list[Array]]:
+    def _inside(
+        self, eqn: JaxprEqn, jaxpr: jaxprs.Program, arguments: Sequence[_Operand]
+    ) -> Callable[..., list[Array]]:
         """A function of a jaxpr's results, of arrays that take the place of the arguments."""
 
         def function(*arrays: Array) -> list[Array]:
@@ -232,19 +238,19 @@ class _Run:
 
         return function
 
-    def _remade(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+    def _remade(self, eqn: JaxprEqn, arguments: list[_Operand]) -> list[Array]:
         if eqn.primitive.name == "scan":
             for argument in arguments[slice(*jaxprs.scan_parts(eqn))]:
                 self.plain("the carried values of scan", argument)
         return jaxprs.remade(eqn, self._inside(eqn, eqn.params["jaxpr"], arguments), _arrays(arguments))
 
-    def _cond(self, eqn: Any, arguments: list[Any]) -> list[Array]:
+    def _cond(self, eqn: JaxprEqn, arguments: list[_Operand]) -> list[Array]:
         index, *operands = arguments
         branches = [self._inside(eqn, branch, operands) for branch in eqn.params["branches"]]
         return lax.switch(index, branches, *_arrays(operands))
 
 
-_RULES: dict[str, Callable[[_Run, Any, list[Any]], Sequence[Any]]] = {
+_RULES: dict[str, Callable[[_Run, JaxprEqn, list[Any]], Sequence[_Operand]]] = {
     **dict.fromkeys((*jaxprs.IDENTITIES, *jaxprs.LAYOUTS, *jaxprs.MOVES, "copy_p", "stop_gradient"), _Run._laid_out),
     **dict.fromkeys(("slice", "dynamic_slice", "gather", "concatenate", "stack", "split"), _Run._laid_out),
     "convert_element_type": _Run._cast,
@@ -257,11 +263,11 @@ _RULES: dict[str, Callable[[_Run, Any, list[Any]], Sequence[Any]]] = {
 }
 
 
-def _names(arguments: Sequence[Any]) -> set[str]:
+def _names(arguments: Sequence[_Operand]) -> set[str]:
     return {name for argument in arguments if isinstance(argument, _Kernel) for name in argument.names}
 
 
-def _arrays(arguments: Sequence[Any]) -> list[Array]:
+def _arrays(arguments: Sequence[_Operand]) -> list[Array]:
     return [argument.value if isinstance(argument, _Kernel) else argument for argument in arguments]
 
 

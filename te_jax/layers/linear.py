@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
 from te_jax._core.arguments import as_dtype, is_whole_number
-from te_jax._core.types import FLOAT_NAMES, FLOATS
+from te_jax._core.types import FLOAT_NAMES, FLOATS, PyTree
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.ops.linear.arguments import KernelContracting
@@ -50,19 +50,19 @@ class Layer(NamedTuple):
     scaling_state: DelayedScalingState | None
 
 
-def as_input(x: Any) -> Array | QuantizedArray:
+def as_input(x: jax.typing.ArrayLike | QuantizedArray) -> Array | QuantizedArray:
     """The input of a layer, which a norm may have handed over in FP8."""
     return x if isinstance(x, QuantizedArray) else jnp.asarray(x)
 
 
-def as_array(name: str, x: Any) -> Array:
+def as_array(name: str, x: jax.typing.ArrayLike | QuantizedArray) -> Array:
     """An input that cannot come in FP8, called by its name in the error."""
     if isinstance(x, QuantizedArray):
         raise ValueError(f"{name} is a QuantizedArray, which linear layers take, and not this one: pass its values")
     return jnp.asarray(x)
 
 
-def cast(x: Any, dtype: jax.typing.DTypeLike) -> Any:
+def cast(x: Array | QuantizedArray, dtype: jax.typing.DTypeLike) -> Array | QuantizedArray:
     """x in another dtype; a QuantizedArray that stands for an array in it."""
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype)
@@ -156,7 +156,7 @@ def _gathered_linears(
     accumulate = arguments["accumulate"]
     parts = [(first // tensor.size, *others) for first, *others in features]
 
-    def local(x: Any, kernels: Any, accumulators: Any, biases: Any, states: Any) -> tuple[Array, ...]:
+    def local(x: Array | QuantizedArray, kernels: PyTree, accumulators: PyTree, biases: PyTree, states: PyTree):
         columns = [kernel.shape[1:] for kernel in kernels]
         for kernel, cols, sizes in zip(kernels, columns, parts, strict=True):
             if math.prod(cols) != math.prod(sizes):
@@ -226,7 +226,13 @@ def scattered_linear(
     accumulate = arguments["accumulate"]
     (kernel,), (accumulator,) = arguments["kernel"], arguments["wgrad_accumulator"]
 
-    def local(x: Array, kernel: Any, accumulator: Any, bias: Any, state: Any) -> Array:
+    def local(
+        x: Array,
+        kernel: Array | QuantizedArray,
+        accumulator: Array | None,
+        bias: Array | None,
+        state: DelayedScalingState | None,
+    ) -> Array:
         batch, rows, cols = x.shape[: axis[0]], math.prod(x.shape[axis[0] :]), math.prod(features)
         y = matmul_reduce_scatter(
             x.reshape(*batch, rows),
@@ -279,7 +285,7 @@ def dot_general(
     scaling_state: DelayedScalingState | None,
     *,
     preferred_element_type: jax.typing.DTypeLike | None,
-    out_sharding: Any,
+    out_sharding: jax.NamedSharding | PartitionSpec | None,
     options: Options,
 ) -> Array:
     """`jax.lax.dot_general` of an activation and a kernel, without batch dimensions."""
@@ -401,7 +407,7 @@ def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(map(int, features))
 
 
-def result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
+def result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: PyTree) -> jax.typing.DTypeLike:
     """The dtype that a layer computes in: the given one, or what its arrays promote to, of which some may be None."""
     if dtype is not None:
         return as_float("dtype", dtype)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import KeyPath
 
+from te_jax._core.types import PyTree
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, merge
 from te_jax.sharding import varying_axes, varying_over
@@ -62,7 +64,7 @@ class AccumulatedKernel:
         )
 
 
-def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any], zeros: str) -> None:
+def validate_gradients(variables: Mapping[str, PyTree], gradients: Mapping[str, PyTree], zeros: str) -> None:
     """Checks that gradients fit what they are gradients of, both by name.
 
     Args:
@@ -89,7 +91,7 @@ def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any
             )
 
 
-def validate_mergeable(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+def validate_mergeable(first: Mapping[str, PyTree], second: Mapping[str, PyTree]) -> None:
     """Checks that two gradients, both by name, are of the same variables.
 
     Raises:
@@ -105,7 +107,7 @@ def validate_mergeable(first: Mapping[str, Any], second: Mapping[str, Any]) -> N
             )
 
 
-def _has_shape_of(variable: Any, gradient: Any) -> bool:
+def _has_shape_of(variable: PyTree, gradient: PyTree) -> bool:
     if isinstance(variable, DelayedScalingState):
         return jax.tree.map(jnp.shape, variable) == jax.tree.map(jnp.shape, gradient)
     shape = jnp.shape(gradient)
@@ -123,11 +125,11 @@ def _stacked(kernel: Array | QuantizedArray) -> tuple[int, ...]:
 
 
 def accumulate(
-    loss_of: Callable[[dict[str, AccumulatedKernel], Any], tuple[Array, Any]],
+    loss_of: Callable[[dict[str, AccumulatedKernel], PyTree], tuple[Array, PyTree]],
     kernels: Mapping[str, Array | QuantizedArray],
     sums: Mapping[str, Array] | None,
-    rest: Any,
-) -> tuple[Array, Any, dict[str, Array], Any]:
+    rest: PyTree,
+) -> tuple[Array, PyTree, dict[str, Array], PyTree]:
     """A loss and its gradients, with those of some kernels added to former ones.
 
     Args:
@@ -145,7 +147,7 @@ def accumulate(
       ValueError: the same, outside of jit; or a layer reads a kernel in a branch of `lax.cond`.
     """
 
-    def anchored_loss(sums: Mapping[str, Array], uses: Mapping[str, Array], rest: Any):
+    def anchored_loss(sums: Mapping[str, Array], uses: Mapping[str, Array], rest: PyTree):
         accumulated, anchors = {}, []
         for name, kernel in kernels.items():
             kept: Any = _kept_if_unused(sums[name], uses[name], adds)
@@ -179,11 +181,11 @@ def accumulate(
 
 
 def accumulate_gradients(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     *,
     has_aux: bool = False,
-    in_place: Callable[[tuple[Any, ...], Array], bool] | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+    in_place: Callable[[KeyPath, Array], bool] | None = None,
+) -> Callable[..., tuple[PyTree, PyTree]]:
     """`jax.value_and_grad` with respect to the first argument, adding to the gradients of earlier microbatches.
 
     GEMMs add to the sum for a quantized kernel in place, if it is donated or the carry of a loop. States of delayed
@@ -226,7 +228,7 @@ def accumulate_gradients(
         raise ValueError(f"in_place is {in_place!r}; it must be a function (path, array) -> bool, or None")
 
     @functools.wraps(loss_fn)
-    def wrapped(variables: Any, gradients: Any, *args: Any, **kwargs: Any):
+    def wrapped(variables: PyTree, gradients: PyTree, *args: object, **kwargs: object):
         leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_whole)
         named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         before = None if gradients is None else named_leaves(gradients)
@@ -240,7 +242,7 @@ def accumulate_gradients(
         }
         rest = {name: leaf for name, leaf in named.items() if name not in kernels}
 
-        def loss_of(kernels: dict[str, Any], rest: dict[str, Any]):
+        def loss_of(kernels: dict[str, PyTree], rest: dict[str, PyTree]):
             inputs = kernels | rest
             result = loss_fn(structure.unflatten([inputs[name] for name in named]), *args, **kwargs)
             return result if has_aux else (result, None)
@@ -257,12 +259,12 @@ def accumulate_gradients(
     return wrapped
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: PyTree) -> dict[str, PyTree]:
     """Arrays, QuantizedArrays and states of delayed scaling by their place in a pytree."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_whole)}
 
 
-def merged(path: tuple[Any, ...], first: Any, second: Any) -> Any:
+def merged(path: KeyPath, first: Any, second: Any) -> Any:
     """The gradients of two microbatches with respect to one leaf, as one."""
     if isinstance(first, DelayedScalingState):
         return merge(first, second)
@@ -270,7 +272,7 @@ def merged(path: tuple[Any, ...], first: Any, second: Any) -> Any:
     return jnp.maximum(first, second) if overwrites else first + second.astype(first.dtype)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: object) -> bool:
     return isinstance(x, QuantizedArray | DelayedScalingState)
 
 

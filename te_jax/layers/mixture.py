@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from te_jax import native, ops, parallel
 from te_jax._core.arguments import static_way_out
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import BLOCK
+from te_jax._core.types import BLOCK, PyTree
 from te_jax.layers import linear
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.tensor_parallel import TensorAxis
@@ -69,7 +69,7 @@ class Router:
         return {name: value for name, value in vars(self).items() if name not in ("weighted", "capacity")}
 
     @staticmethod
-    def check(router: Any) -> None:
+    def check(router: object) -> None:
         """Raises a ValueError unless it is a Router."""
         if not isinstance(router, Router):
             raise ValueError(
@@ -131,11 +131,11 @@ def moe(
     *,
     router_bias: jax.typing.ArrayLike | None = None,
     expert_bias: jax.typing.ArrayLike | None = None,
-    bias: tuple[Any, Any, Any] = (None, None, None),
+    bias: tuple[jax.typing.ArrayLike | None, ...] = (None, None, None),
     shared: Kernels | None = None,
     activation: Activation | ActivationName = "silu",
     expert_parallel: ExpertParallel | AxisName | None = None,
-    wgrad_accumulator: tuple[Any, Any, Any] = (None, None, None),
+    wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] = (None, None, None),
     accumulate: bool = True,
     recipe: Recipe | None = None,
     implementation: native.Implementation | None = None,
@@ -196,16 +196,12 @@ def moe(
     operands = reverse_mode_only((x, jnp.asarray(router_kernel).astype(jnp.float32)), _REVERSE_MODE)
     logits = router_logits(*operands, router_bias)
     routing = ops.router(logits, expert_bias=expert_bias, **router.choice)
-    experts: Any = {
-        "num_experts": logits.shape[-1],
-        "align": 1 if recipe is None else BLOCK,
-        "capacity": router.capacity,
-    }
+    count, align = logits.shape[-1], 1 if recipe is None else BLOCK
     devices = ExpertParallel.of(expert_parallel)
     if devices is None:
-        plan = ops.group_by_expert(routing.experts, **experts)
+        plan = ops.group_by_expert(routing.experts, count, align=align, capacity=router.capacity)
     else:
-        plan = parallel.plan_dispatch(routing.experts, **experts, **vars(devices))
+        plan = parallel.plan_dispatch(routing.experts, count, align=align, capacity=router.capacity, **vars(devices))
         _validate_parts(kernel, plan)
     fused = router.weighted == "results" and bias[0] is None and bias[1] is None and is_fused(recipe)
     layer = functools.partial(
@@ -259,7 +255,7 @@ def moe_of_layers(
     stream, of_experts = tensor.stream_spec(x), PartitionSpec(options.expert_parallel.axis_name)
     axes = tuple(axis for entry in stream for axis in axes_of_entry(entry))
 
-    def local(x: Array, shared: dict[str, Any], parts: dict[str, Any]) -> tuple[Any, ...]:
+    def local(x: Array, shared: dict[str, Array | None], parts: dict[str, Any]) -> tuple[PyTree, ...]:
         *of_tokens, dropped = run(x, **shared, **parts)
         return *of_tokens, lax.psum(dropped, axes)
 
@@ -268,7 +264,7 @@ def moe_of_layers(
     return MoEResult(*tensor.call(local, (x, shared, parts), (stream, PartitionSpec(), of_parts), outs))
 
 
-def for_each_expert(init: Callable[..., Any]) -> Callable[..., Any]:
+def for_each_expert(init: Callable[..., Array]) -> Callable[..., Array]:
     """An initializer of [experts, …] that draws the values of every expert with the given one."""
 
     def drawn(rng: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
@@ -288,8 +284,8 @@ def _experts(
     weights: Array,
     plan: ops.Permutation | parallel.DispatchPlan,
     kernels: Kernels,
-    biases: tuple[Any, Any],
-    accumulators: tuple[Any, Any, Any],
+    biases: tuple[jax.typing.ArrayLike | None, ...],
+    accumulators: tuple[jax.typing.ArrayLike | None, ...],
     *,
     fused: bool,
     activation: Activation,
@@ -337,8 +333,8 @@ def _mlps(
     of_rows: Array,
     sizes: Array,
     kernels: Kernels,
-    biases: tuple[Any, Any],
-    accumulators: tuple[Any, Any, Any],
+    biases: tuple[jax.typing.ArrayLike | None, ...],
+    accumulators: tuple[jax.typing.ArrayLike | None, ...],
     activation: Activation,
     weighted: str,
     options: dict[str, Any],

@@ -41,8 +41,8 @@ class Norm:
     kind: Kind
     epsilon: float = 1e-6
     zero_centered: bool = False
-    scale_init: Callable[..., Any] | None = None
-    bias_init: Callable[..., Any] | None = None
+    scale_init: Callable[..., Array] | None = None
+    bias_init: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("rms", "layer"):
@@ -127,7 +127,7 @@ def normalize(
 
 def before(
     norm: Callable[..., Any] | None,
-    x: Any,
+    x: jax.typing.ArrayLike | QuantizedArray,
     residual: jax.typing.ArrayLike | None,
     recipe: Recipe | None,
     tensor: TensorAxis | None = None,
@@ -147,7 +147,7 @@ def before(
     return (found, None) if residual is None else found
 
 
-def handover(recipe: Recipe | None, x: Any, tensor: TensorAxis | None = None) -> Quantization | None:
+def handover(recipe: Recipe | None, x: Array | QuantizedArray, tensor: TensorAxis | None = None) -> Quantization | None:
     """How a norm quantizes its result for layers with a recipe; None where these quantize it themselves.
 
     They do with delayed scaling, whose state remembers the amax of a layer's input, for a single row, and with blocks

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from te_jax import sharding
+from te_jax._core.types import PyTree
 from te_jax.checkpoint_policies import Policy, save_attention
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.offload import Offload
@@ -22,7 +23,7 @@ from te_jax.parallel.fsdp import FSDP, prepare, shard_specs, spread_specs, valid
 
 X = TypeVar("X")
 
-Layer = Callable[[X, Any], X]
+Layer = Callable[[X, PyTree], X]
 
 Remat = bool | Literal["attention"] | Policy | None
 """What the backward pass recomputes: see `apply_layers`."""
@@ -30,7 +31,7 @@ Remat = bool | Literal["attention"] | Policy | None
 
 def apply_layers(
     layer: Layer[X] | Sequence[Layer[X]],
-    params: Any,
+    params: PyTree,
     x: X,
     *,
     remat: Remat = None,
@@ -102,10 +103,10 @@ def apply_layers(
     return x
 
 
-def _run_shared(layers: list[Layer[Any]], params: Sequence[Any], x: Any, offload: Offload, fsdp: FSDP) -> Any:
+def _run_shared(layers: list[Layer[X]], params: Sequence[PyTree], x: X, offload: Offload, fsdp: FSDP) -> X:
     params = [_gradients_added(of_layer) for of_layer in params]
 
-    def local(params: Sequence[Any], x: Any) -> Any:
+    def local(params: Sequence[PyTree], x: X) -> X:
         prepared, shards = prepare(fsdp, params, x)
         return run_layers(layers, prepared, x, offload, shards)
 
@@ -147,7 +148,7 @@ def _run_shared(layers: list[Layer[Any]], params: Sequence[Any], x: Any, offload
         ) from None
 
 
-def _gradients_added(params: Any) -> Any:
+def _gradients_added(params: PyTree) -> PyTree:
     """Parameters whose kernels have gradients of their own, where `accumulate_gradients` put its stand-ins."""
     is_leaf = lambda leaf: isinstance(leaf, AccumulatedKernel)  # noqa: E731
     return jax.tree.map(lambda leaf: leaf.added() if is_leaf(leaf) else leaf, params, is_leaf=is_leaf)
@@ -155,7 +156,7 @@ def _gradients_added(params: Any) -> Any:
 
 def scan_layers(
     layer: Layer[X],
-    params: Any,
+    params: PyTree,
     x: X,
     *,
     remat: Remat = None,
@@ -210,7 +211,7 @@ def scan_layers(
 
 def residual_table(
     layer: Layer[X] | Sequence[Layer[X]],
-    params: Any,
+    params: PyTree,
     x: X,
     *,
     remat: Remat = None,
@@ -248,19 +249,19 @@ def residual_table(
     return describe(layers, params, x, offload)
 
 
-def check_remat(remat: Any) -> None:
+def check_remat(remat: object) -> None:
     """Raises a ValueError unless it says what to recompute."""
     if not (remat is None or isinstance(remat, bool) or remat == "attention" or callable(remat)):
         raise ValueError(f"remat is {remat!r}: it must be None, True, 'attention', or a policy of jax.checkpoint")
 
 
-def _check(remat: Any, offload: Any) -> None:
+def _check(remat: object, offload: object) -> None:
     check_remat(remat)
     if not (offload is None or isinstance(offload, Offload)):
         raise ValueError(f"offload is {offload!r}: it must be a te_jax.offload.Offload, or None")
 
 
-def rematerialized(layer: Layer[Any], remat: Remat) -> Layer[Any]:
+def rematerialized(layer: Layer[X], remat: Remat) -> Layer[X]:
     """The layer, whose backward pass recomputes what remat says."""
     # jit, so that JAX traces and differentiates the layer once. XLA inlines the calls.
     run = jax.jit(layer)
@@ -268,20 +269,20 @@ def rematerialized(layer: Layer[Any], remat: Remat) -> Layer[Any]:
     return jax.checkpoint(run, policy=cast(Any, policy)) if remat else run
 
 
-def _layers(layer: Any, params: Any, remat: Any) -> tuple[list[Layer[Any]], Sequence[Any]]:
+def _layers(layer: Any, params: PyTree, remat: Remat) -> tuple[list[Layer[X]], Sequence[PyTree]]:
     """One function and one pytree of parameters for each layer."""
     params = _unstacked(params)
     given = list(layer) if isinstance(layer, list | tuple) else [layer] * len(params)
     if len(given) != len(params):
         raise ValueError(f"layer has {len(given)} functions, and params has {len(params)} layers: give one for each")
-    made: dict[Any, Layer[Any]] = {}
+    made: dict[Layer[X], Layer[X]] = {}
     for each in given:
         if each not in made:
             made[each] = rematerialized(each, remat)
     return [made[each] for each in given], params
 
 
-def _unstacked(params: Any) -> Sequence[Any]:
+def _unstacked(params: PyTree) -> Sequence[PyTree]:
     if isinstance(params, list | tuple) and not hasattr(params, "_fields"):  # a NamedTuple is a pytree of one layer
         return params
     count = _count(params)
@@ -294,7 +295,7 @@ def _unstacked(params: Any) -> Sequence[Any]:
     return [structure.unflatten(of_layer) for of_layer in zip(*parts, strict=True)]
 
 
-def _count(params: Any) -> int:
+def _count(params: PyTree) -> int:
     """The number of layers of stacked parameters."""
     leaves = jax.tree.leaves(params)
     sizes = {jnp.shape(leaf)[:1] for leaf in leaves}

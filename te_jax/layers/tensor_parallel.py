@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from te_jax import sharding
-from te_jax._core.types import FP8_ALIGNMENT
+from te_jax._core.types import FP8_ALIGNMENT, PyTree, T
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.parallel.fsdp import quantized_specs
 from te_jax.parallel.options import Residual, Transport
@@ -24,7 +24,7 @@ from te_jax.recipe import Recipe
 from te_jax.sharding import axes_of_entry
 
 
-def validate(tensor_axis: Any, state_axis: Any = None) -> None:
+def validate(tensor_axis: object, state_axis: object = None) -> None:
     """Checks the arguments of a module.
 
     Raises:
@@ -129,7 +129,7 @@ class TensorAxis:
         """How many of a layer's features or heads the arrays in this place have."""
         return count if self.mesh is not None else count // self.size
 
-    def rows(self, x: Any) -> int:
+    def rows(self, x: Array | QuantizedArray) -> int:
         """The time that a device has of x [*batch, time, features].
 
         Raises:
@@ -146,7 +146,7 @@ class TensorAxis:
             )
         return x.shape[-2] // self.size
 
-    def batch_axes(self, x: Any) -> sharding.Axes:
+    def batch_axes(self, x: Array | QuantizedArray) -> sharding.Axes:
         """The mesh axes that split the first dimension of x, the batch.
 
         Explicit axes do where the type of x says so. Auto axes do where their devices divide it: what XLA does with
@@ -163,7 +163,9 @@ class TensorAxis:
                 axes, left = (*axes, axis), left // mesh.shape[axis]
         return axes
 
-    def dense_kernels(self, kernels: Sequence[Any], x: Any) -> dict[str, Any]:
+    def dense_kernels(
+        self, kernels: Sequence[Array | QuantizedArray | AccumulatedKernel], x: Array | QuantizedArray
+    ) -> dict[str, Any]:
         """`te_jax.layers.dense_kernels` of layers that read x.
 
         Where devices have parts of the batch, gradients are summed over these before they are added to those of other
@@ -173,7 +175,7 @@ class TensorAxis:
             kernels = [kernel.added() if isinstance(kernel, AccumulatedKernel) else kernel for kernel in kernels]
         return dense_kernels(kernels)
 
-    def stream_spec(self, x: Any) -> PartitionSpec:
+    def stream_spec(self, x: Array | QuantizedArray) -> PartitionSpec:
         """The PartitionSpec of x [*batch, time, features], whose time is split.
 
         Raises:
@@ -184,8 +186,8 @@ class TensorAxis:
         return PartitionSpec(*(entry or None for entry in batch), self.name)
 
     def call(
-        self, local: Callable[..., Any], operands: tuple[Any, ...], in_specs: tuple[Any, ...], out_specs: Any
-    ) -> Any:
+        self, local: Callable[..., T], operands: tuple[PyTree, ...], in_specs: tuple[PyTree, ...], out_specs: PyTree
+    ) -> T:
         """local(*operands) on every device.
 
         Args:
@@ -201,7 +203,7 @@ class TensorAxis:
         """Inside `shard_map`: a key for random numbers of this device, from one that all devices have."""
         return jax.random.fold_in(key, lax.axis_index(self.name))
 
-    def specs(self, name: str, array: Any, spec: PartitionSpec) -> Any:
+    def specs(self, name: str, array: PyTree, spec: PartitionSpec) -> PyTree:
         """The specs of an array that may be quantized, from that of its values.
 
         Raises:
