@@ -228,6 +228,10 @@ class QuantizedArray:
         return dataclasses.replace(self, transposed=None, transposed_scale_inv=None)
 
 
+Quantizable = Array | QuantizedArray
+"""An array that may be quantized."""
+
+
 def _serialize_meta(meta: tuple[Any, ...]) -> bytes:
     *others, dtype = meta
     return json.dumps([*others, np.dtype(dtype).name]).encode()
@@ -292,14 +296,7 @@ def _dequantized(x: QuantizedArray) -> Array:
         return without_gradient(value, x.straight_through, _NO_GRADIENT)
     if x.data is not None:
         return _dequantize(x.data, x.scale_inv, x.scaling, x.row_ndim, x.col_ndim, x.dtype)
-    value = _dequantize(
-        x.transposed,
-        x.transposed_scale_inv,
-        x.transposed_scaling,
-        x.col_ndim,
-        x.row_ndim,
-        x.dtype,
-    )
+    value = _dequantize(x.transposed, x.transposed_scale_inv, x.transposed_scaling, x.col_ndim, x.row_ndim, x.dtype)
     batch = value.ndim - x.row_ndim - x.col_ndim
     order = [*range(batch), *range(batch + x.col_ndim, value.ndim), *range(batch, batch + x.col_ndim)]
     return value.transpose(order)

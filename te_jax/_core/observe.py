@@ -23,8 +23,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from te_jax._core.types import PyTree
-
 Kind = Literal["sum", "max", "min", "norm"]
 
 
@@ -117,7 +115,7 @@ def current_layer() -> Layer | None:
     return _layer.get()
 
 
-def links_of(kernels: Sequence[PyTree]) -> tuple[Array, ...]:
+def links_of(kernels: Sequence[Any]) -> tuple[Array, ...]:
     """A link for each kernel, plain or quantized, if there is a request; else none."""
     if requested() is None:
         return ()

@@ -46,9 +46,7 @@ _by_platform_p.multiple_results = True
 _by_platform_p.def_abstract_eval(lambda *_, default, **__: tuple(default.out_avals))
 
 
-def _batched(
-    arrays: Sequence[Array], dims: Sequence[int | None], *, refused: tuple[tuple[str, str], ...], **chosen: ClosedJaxpr
-) -> tuple[list[Array], list[int]]:
+def _batched(arrays: Sequence[Array], dims: Sequence[int | None], *, refused: Any, **chosen: ClosedJaxpr) -> Any:
     chosen = {
         platform: _traced(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims)), arrays)
         for platform, jaxpr in chosen.items()
@@ -58,9 +56,7 @@ def _batched(
 
 
 def _lower(platform: str) -> Callable[..., Any]:
-    def rule(
-        ctx: mlir.LoweringRuleContext, *values: Any, refused: tuple[tuple[str, str], ...], **chosen: ClosedJaxpr
-    ) -> Any:
+    def rule(ctx: mlir.LoweringRuleContext, *values: Any, refused: Any, **chosen: ClosedJaxpr) -> Any:
         if message := dict(refused).get(platform):
             raise ValueError(message)
         return mlir.lower_fun(jaxpr_as_fun(chosen[platform]), multiple_results=True)(ctx, *values)

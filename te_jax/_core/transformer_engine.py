@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import opcode
 import sys
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _T = TypeVar("_T", bound=type)
 

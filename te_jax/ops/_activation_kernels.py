@@ -16,15 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import reference, sharding
-from te_jax.ops._quantize_kernels import (
-    AMAX,
-    Kernels,
-    Request,
-    Result,
-    block_attributes,
-    quantized_array,
-    shared_facts,
-)
+from te_jax.ops._quantize_kernels import AMAX, Kernels, Request, Result, block_attributes, quantized_array, shared_facts
 from te_jax.ops.quantize import quantize_requested
 from te_jax.quantized import PLAIN, Facts, QuantizedArray
 from te_jax.recipe import Quantization

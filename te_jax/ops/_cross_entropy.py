@@ -73,11 +73,7 @@ class Loss(CrossEntropy):
 
     def gradient_attributes(self, vocab: int) -> dict[str, float]:
         """Attributes of the gradient's kernels, beside `softcap`."""
-        return {
-            "label_smoothing": self.label_smoothing,
-            "uniform": self.label_smoothing / vocab,
-            "z_loss": self.z_loss,
-        }
+        return {"label_smoothing": self.label_smoothing, "uniform": self.label_smoothing / vocab, "z_loss": self.z_loss}
 
 
 def validate_labels(name: str, shape: tuple[int, ...], labels: Array, reduction: str, named: str = "labels") -> None:

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from te_jax.native import cuda_libraries
 from te_jax.native.extension import FA3_TARGETS
 from te_jax.ops._fused_attention import Masks, Operands, Segments, gradient_of_sinks, with_sinks
 
-_Type = tuple[tuple[int, ...], Any]
+_Type = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype."""
 
 PACKAGE = "dew-flash-attn-cu13"
@@ -195,7 +194,7 @@ def _type(x: Array) -> _Type:
     return x.shape, x.dtype
 
 
-def _attributes(operands: Operands, masks: Masks, packed: tuple[Array, ...]) -> dict[str, Any]:
+def _attributes(operands: Operands, masks: Masks, packed: tuple[Array, ...]) -> dict[str, np.generic | bool]:
     longest = {"max_seqlen": operands["query"].shape[-3], "max_seqlen_k": operands["key"].shape[-3]} if packed else {}
     window = {"window_size_left": -1 if masks.window is None else masks.window - 1}
     window["window_size_right"] = -1 if masks.window is None else 0
@@ -206,7 +205,7 @@ def _attributes(operands: Operands, masks: Masks, packed: tuple[Array, ...]) -> 
     }
 
 
-def _run(direction: str, results: list[_Type], *operands: Array, **attributes: Any) -> list[Array]:
+def _run(direction: str, results: list[_Type], *operands: Array, **attributes: np.generic | bool) -> list[Array]:
     kind = "varlen_" * ("max_seqlen" in attributes)
     types = [sharding.result_type(shape, dtype, *operands) for shape, dtype in results]
     return [*jax.ffi.ffi_call(f"te_jax_fa3_{kind}{direction}", types)(*operands, **attributes)]

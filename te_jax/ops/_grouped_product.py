@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -208,8 +208,7 @@ def _reference(spec: GroupedSpec, arrays: Mapping[str, Array]) -> Array:
     """A grouped product by the reference, on local arrays."""
 
     def multiply(arrays: Mapping[str, Array]) -> Array:
-        lhs: Any = arrays["a"]
-        rhs: Any = arrays["b"]
+        lhs, rhs = arrays["a"], arrays["b"]
         if not spec.scaling.is_plain:
             lhs = one_copy(lhs, arrays["a_scale_inv"], spec.scaling, transposed=spec.grouped_sums)
             rhs = one_copy(rhs, arrays["b_scale_inv"], spec.scaling.rhs, transposed=spec.grouped_sums)

@@ -73,7 +73,7 @@ def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., 
         replicated=("t", kernels.rows[0][0]),
         sizes={minor: BLOCK for dimension in kernels.x for minor in dimension[1:]},
     )
-    def kernel(x: Array, rows: Array, *, axes: Any) -> tuple[Array, ...]:
+    def kernel(x: Array, rows: Array, *, axes: object) -> tuple[Array, ...]:
         del axes
         batch = x.shape[:-2]
         sizes = dict(zip(kernels.x, (rows.shape[-1], x.shape[-1]), strict=True))

@@ -164,7 +164,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def validate_implementation(implementation: Any) -> None:
+def validate_implementation(implementation: object) -> None:
     """Raises ValueError unless it is one of attention."""
     if implementation not in (None, "native", "xla", "reference", "fa3"):
         raise ValueError(
@@ -172,7 +172,7 @@ def validate_implementation(implementation: Any) -> None:
         )
 
 
-def validate_segments(max_segments_per_seq: Any, segment_ids: Any, key_segment_ids: Any = None) -> None:
+def validate_segments(max_segments_per_seq: int | None, segment_ids: object, key_segment_ids: object = None) -> None:
     """Raises ValueError if max_segments_per_seq is no bound of runs of segment_ids that query and key share."""
     if max_segments_per_seq is None:
         return
@@ -313,11 +313,7 @@ class Settings:
             if asked or problem is None:
                 return _fa3_attention, problem
         problem = _cudnn_attention.problem(
-            operands,
-            self.masks,
-            backward=backward,
-            lse_cotangent=lse_cotangent,
-            max_mask_bytes=self.max_score_bytes,
+            operands, self.masks, backward=backward, lse_cotangent=lse_cotangent, max_mask_bytes=self.max_score_bytes
         )
         return _cudnn_attention, problem
 
@@ -348,7 +344,7 @@ def _named_results(settings: Settings, operands: dict[str, Array]) -> tuple[Arra
 
 def _forward(settings: Settings, primals: dict[str, Any]):
     operands = {name: primal.value for name, primal in primals.items()}
-    out, lse = _named_results(settings, cast(Any, not_differentiated)(operands, _REVERSE_MODE))
+    out, lse = _named_results(settings, not_differentiated(operands, _REVERSE_MODE))
     # The gradient of a bias costs as much as the bias: None, which unlike a bool has no array, where no one wants it.
     constant_bias = None if "bias" in primals and not primals["bias"].perturbed else ()
     return (out, lse), (operands, out, lse, constant_bias)
@@ -365,7 +361,7 @@ def _backward(settings: Settings, residuals, cotangents):
     inputs = {**operands, "out": out, "lse": lse, "dout": dout}
     if not isinstance(dlse, SymbolicZero):
         inputs["dlse"] = dlse
-    inputs = cast(dict[str, Array], not_differentiated(cast(Any, inputs), _REVERSE_MODE))
+    inputs = cast(dict[str, Array], not_differentiated(inputs, _REVERSE_MODE))
     gradients = _Split.of(inputs, tuple(wanted)).backward(*inputs.values(), settings=settings)
     # Where types say that a sequence is split, which is gathered here, so is its gradient.
     by_operand = {name: sharding.Layout.of(operands[name]).apply(x) for name, x in zip(wanted, gradients, strict=True)}

@@ -29,7 +29,7 @@ def einsum(
     accumulate: bool = True,
     scaling_state: DelayedScalingState | None = None,
     state_axis: AxisName | None = None,
-    out_sharding: Any = None,
+    out_sharding: jax.NamedSharding | jax.P | None = None,
     implementation: native.Implementation | None = None,
 ) -> Array:
     """`jnp.einsum(subscripts, x, kernel) + bias` as a linear layer, whose three GEMMs run in FP8.

@@ -53,7 +53,7 @@ def experts_mlp(
     activation: Activation,
     recipe: Recipe,
     kernel_contracting: KernelContracting = "first",
-    wgrad_accumulator: tuple[Any, Any, Any],
+    wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...],
     accumulate: bool,
     implementation: native.Implementation | None,
 ) -> Array:

@@ -149,7 +149,7 @@ def gated_mlp(
     return traced(_multiplied, (layer, activation), *operands)
 
 
-def _is_by_rows(recipe: Any) -> bool:
+def _is_by_rows(recipe: object) -> bool:
     return isinstance(recipe, Recipe) and facts_of_recipe(recipe).by_row
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -248,7 +248,7 @@ def _fp8_dot(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     else:
         fast, exact = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 
-    def dot(a: Array, b: Array, precision: Any = None) -> tuple[Array]:
+    def dot(a: Array, b: Array, precision: lax.PrecisionLike | lax.DotAlgorithmPreset = None) -> tuple[Array]:
         contracted = (a_summed, b_summed), ((), ())
         return (lax.dot_general(a, b, contracted, precision, preferred_element_type=_sum_dtype(spec)),)
 
@@ -285,7 +285,7 @@ def _scaled_matmul(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[Array, 
     return _followed_up(spec, spec.bare(_FLOAT32), (value,), arrays)
 
 
-def _sum_dtype(spec: GemmSpec) -> Any:
+def _sum_dtype(spec: GemmSpec) -> jax.typing.DTypeLike:
     """The dtype of a product by XLA. Sums without scales, and operands with them, are beyond the range of float16."""
     return jnp.bfloat16 if spec.dtype == jnp.bfloat16 else jnp.float32
 

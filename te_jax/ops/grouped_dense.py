@@ -171,12 +171,12 @@ def _multiplied(layer: Products, x, x8, groups: Groups, weights: tuple[Weight, .
 # ----------------------------------------------------------------------------------------------------- arguments
 
 
-def as_kernels(name: str, value: Any) -> Any:
+def as_kernels(name: str, value: Operand) -> Array | QuantizedArray:
     """Kernels [experts, …], which come quantized each by itself."""
     return with_gradient_through(value) if isinstance(value, QuantizedArray) else as_array(name, value)
 
 
-def validate_rows(recipe: Any, x: Array | QuantizedArray) -> None:
+def validate_rows(recipe: object, x: Array | QuantizedArray) -> None:
     if x.ndim != 2 or x.dtype not in FLOATS:
         raise ValueError(f"x has shape {x.shape} and dtype {x.dtype}; it must be [rows, in], {FLOAT_NAMES}")
     if recipe is None:
@@ -224,10 +224,7 @@ def validate_kernel(
             f"{name} has {outer} values of `out`; FP8 products need a multiple of {FP8_ALIGNMENT}: pad it, or use "
             "recipe=None"
         )
-    for label, array, expected in (
-        (bias_name, bias, (experts, outer)),
-        (accumulator_name, accumulator, kernel.shape),
-    ):
+    for label, array, expected in ((bias_name, bias, (experts, outer)), (accumulator_name, accumulator, kernel.shape)):
         if array is not None and (array.shape != expected or array.dtype not in FLOATS):
             raise ValueError(
                 f"{label} has shape {array.shape} and dtype {array.dtype}; it must be {FLOAT_NAMES}, {expected}"

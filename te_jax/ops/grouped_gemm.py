@@ -35,7 +35,7 @@ def ragged_dot(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike,
     group_sizes: jax.typing.ArrayLike,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     group_offset: jax.typing.ArrayLike | None = None,
     *,
@@ -257,8 +257,8 @@ def grouped_gemm_of_pairs(
     in_pairs = a.scaling is None or facts_of(a.scaling).native_blocks
     one_pass = in_pairs and a.kind == second_a.kind and b.kind == second_b.kind
     if not (one_pass and grouped_native(implementation, problem)):
-        options: Any = {"rhs_contracting": rhs_contracting, "out_dtype": jnp.float32, "implementation": implementation}
-        products = [grouped_gemm(lhs, rhs, group_sizes, **options) for lhs, rhs in (first, second)]
+        product = functools.partial(grouped_gemm, rhs_contracting=rhs_contracting, implementation=implementation)
+        products = [product(lhs, rhs, group_sizes, out_dtype=jnp.float32) for lhs, rhs in (first, second)]
         return (products[0] + products[1]).astype(out_dtype)
     _validate_operands(a, b, grouped_sums=False)
     _validate_groups(group_sizes, None, groups, "rhs has")
@@ -375,7 +375,7 @@ class _Copy(NamedTuple):
     summed: int
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[object, ...]:
         """All but the values."""
         return self.scaling, self.values.shape, self.values.dtype
 
@@ -437,7 +437,7 @@ def _validate_operands(a: _Copy, b: _Copy, *, grouped_sums: bool) -> None:
             )
 
 
-def _as_sizes(group_sizes: Any) -> Array:
+def _as_sizes(group_sizes: jax.typing.ArrayLike) -> Array:
     group_sizes = as_array("group_sizes", group_sizes)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
@@ -446,7 +446,7 @@ def _as_sizes(group_sizes: Any) -> Array:
     return group_sizes
 
 
-def _as_offset(group_offset: Any) -> Array | None:
+def _as_offset(group_offset: jax.typing.ArrayLike | None) -> Array | None:
     if group_offset is None:
         return None
     group_offset = as_array("group_offset", group_offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +16,7 @@ from te_jax.quantized import SCALINGS, QuantizedArray, facts_of, scale_shape
 from te_jax.recipe import Quantization
 
 
-def as_array(name: str, x: Any) -> Array:
+def as_array(name: str, x: jax.typing.ArrayLike) -> Array:
     """x as an array; nothing that stands for one."""
     if isinstance(x, QuantizedArray):
         raise ValueError(
@@ -43,7 +44,7 @@ def one_for_each(name: str, values: Any, count: int, several: bool) -> list[tupl
     return [(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
-def validate_quantization(name: str, quantization: Any) -> None:
+def validate_quantization(name: str, quantization: object) -> None:
     """Checks that an argument says how to quantize to FP8.
 
     Raises:

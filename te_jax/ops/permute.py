@@ -84,8 +84,8 @@ def group_by_expert(
             f"experts are split over {sorted(axes)}, and the sort is over all tokens: call it inside shard_map, where "
             "each device sorts its own, or jax.reshard them to a PartitionSpec without these axes"
         )
-    integers: dict[str, Any] = {"num_experts": num_experts, "align": align}
-    for name, value in (integers if capacity is None else {**integers, "capacity": capacity}).items():
+    integers = {"num_experts": num_experts, "align": align, "capacity": 1 if capacity is None else capacity}
+    for name, value in integers.items():
         if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     return _group_by_expert(experts, int(num_experts), int(align), None if capacity is None else int(capacity))
@@ -397,7 +397,7 @@ def _validate_permutation(permutation: Any) -> None:
         )
 
 
-def _as_weights(weights: Any, permutation: Permutation) -> Array:
+def _as_weights(weights: jax.typing.ArrayLike, permutation: Permutation) -> Array:
     weights = as_array("weights", weights)
     if weights.shape != permutation.rows.shape or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(

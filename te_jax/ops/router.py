@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,7 @@ from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.ops.operands import as_array
 from te_jax.sharding import AxisName
 
-__all__ = [
-    "Routing",
-    "expert_counts",
-    "load_balancing_loss",
-    "router",
-    "router_z_loss",
-    "update_expert_bias",
-]
+__all__ = ["Routing", "expert_counts", "load_balancing_loss", "router", "router_z_loss", "update_expert_bias"]
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -413,7 +406,7 @@ def _psum(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.psum(sharding.varying_over(x, sharding.tracked_axes(axes)), axes)
 
 
-def _as_logits(logits: Any) -> Array:
+def _as_logits(logits: jax.typing.ArrayLike) -> Array:
     logits = as_array("logits", logits)
     if logits.dtype not in FLOATS:
         raise ValueError(f"logits have dtype {logits.dtype}; they must be {FLOAT_NAMES}: cast them")
@@ -422,7 +415,7 @@ def _as_logits(logits: Any) -> Array:
     return logits
 
 
-def _as_mask(mask: Any, tokens: tuple[int, ...]) -> Array:
+def _as_mask(mask: jax.typing.ArrayLike | None, tokens: tuple[int, ...]) -> Array:
     if mask is None:
         return jnp.ones(tokens, jnp.bool_)
     mask = as_array("mask", mask)
@@ -431,7 +424,7 @@ def _as_mask(mask: Any, tokens: tuple[int, ...]) -> Array:
     return mask
 
 
-def _split_axes(x: Array, token_axis: Any, argument: str, name: str = "logits") -> tuple[str, ...]:
+def _split_axes(x: Array, token_axis: sharding.AxisName | None, argument: str, name: str = "logits") -> tuple[str, ...]:
     if token_axis is None:
         return ()
     axes, _ = sharding.mapped_axes(token_axis, argument)
@@ -440,7 +433,7 @@ def _split_axes(x: Array, token_axis: Any, argument: str, name: str = "logits") 
     return axes
 
 
-def _validate_score(score: Any) -> None:
+def _validate_score(score: object) -> None:
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score is {score!r}; it must be 'softmax' or 'sigmoid'")
 
@@ -453,7 +446,7 @@ def _validate_experts(experts: Array) -> None:
         )
 
 
-def _validate_groups(experts: int, top_k: Any, num_groups: Any, top_groups: Any) -> None:
+def _validate_groups(experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
     for name, value in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
         if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")

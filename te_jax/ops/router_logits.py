@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import Array, lax
 from te_jax import sharding
 
 
-def router_logits(x: Array, kernel: Array, bias: Any = None) -> Array:
+def router_logits(x: Array, kernel: Array, bias: jax.typing.ArrayLike | None = None) -> Array:
     """x · kernel + bias in float32. Its part of the gradient of x is rounded to the dtype of x.
 
     Args:

@@ -43,7 +43,7 @@ def gemm(
 
     Multiplies dequantized values, adds up and applies what follows the product in float32, and rounds once.
     """
-    a, b = _dequantized(lhs, lhs_contracting), _dequantized(rhs, rhs_contracting)
+    a, b = dequantized(lhs, lhs_contracting), dequantized(rhs, rhs_contracting)
     if isinstance(lhs, QuantizedArray):
         contracting_ndim = lhs.col_ndim if lhs_contracting == "cols" else lhs.row_ndim
     elif contracting_ndim is None:
@@ -99,7 +99,7 @@ def _summed(ndim: int, contracting_ndim: int, contracting: str) -> tuple[int, ..
     return tuple(range(ndim - contracting_ndim, ndim) if contracting == "cols" else range(contracting_ndim))
 
 
-def _dequantized(x: QuantizedArray | Array, contracting: str) -> Array:
+def dequantized(x: QuantizedArray | Array, contracting: str) -> Array:
     """The array [*rows, *cols] in float32, from the copy that a product over its rows or cols reads; plain arrays as
     they are."""
     if not isinstance(x, QuantizedArray):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from te_jax.quantized import QuantizedArray
+from te_jax.reference.gemm import dequantized
 
 
 def grouped_gemm(
@@ -32,7 +30,7 @@ def grouped_gemm(
     Args:
       bounds: int32 [groups + 1], rows where groups begin, and where the last one ends.
     """
-    a, b = _dequantized(lhs, lhs_contracting), _dequantized(rhs, rhs_contracting)
+    a, b = dequantized(lhs, lhs_contracting), dequantized(rhs, rhs_contracting)
     wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
     rows = jnp.arange(a.shape[0], dtype=bounds.dtype)[:, None]
 
@@ -74,12 +72,3 @@ def _nothing_of(*arrays: Array) -> Array:
     """0, which JAX takes to depend on all arrays."""
     empty = (lax.stop_gradient(x)[(slice(0, 0),) * x.ndim].astype(jnp.float32).reshape(0) for x in arrays)
     return jnp.sum(jnp.concatenate(list(empty)))
-
-
-def _dequantized(x: QuantizedArray | Array, contracting: str) -> Array:
-    """The matrix or matrices in float32, from the copy that a product over its rows or cols reads; plain ones as they
-    are."""
-    if not isinstance(x, QuantizedArray):
-        return x
-    copy = x.without_transposed() if contracting == "cols" else x.without_data()
-    return dataclasses.replace(copy, dtype=np.dtype(np.float32)).dequantize()

@@ -262,7 +262,7 @@ class Chunks:
         self.kernel, self.bias = self._padded(kernel, axis), None if bias is None else self._padded(bias, 0)
         fixed = operands.get("fixed_kernel")
         self.fixed_kernel = None if fixed is None else self._padded(fixed, axis)
-        self.kernel8: Any = None
+        self.kernel8: QuantizedArray | None = None
         if self._in_fp8("forward") or self._in_fp8("dgrad"):
             self.kernel8 = self._quantized("kernel", self.kernel, self._in_fp8("forward"), self._in_fp8("dgrad"))
 
@@ -276,7 +276,7 @@ class Chunks:
         with layer.observed_for(self.links):
             return layer.quantized(codec, role, x, None, first_copy=first_copy, second_copy=second_copy).array
 
-    def _in_fp8(self, product: Any) -> bool:
+    def _in_fp8(self, product: Product) -> bool:
         """Whether a product is computed, and in FP8."""
         return self.head.in_fp8(product) and {"dgrad": self.wanted.x, "wgrad": self.with_wgrad}.get(product, True)
 
@@ -364,7 +364,7 @@ class Chunks:
             axes={"v": self.vocab_axes} if self.vocab_axes else {},
         )
 
-    def _products(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool):
+    def _products(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: QuantizedArray | None, first: bool):
         """dx of a chunk, and the totals."""
         head, dx, dbias = self.head, None, None
         if self.wanted.bias:
@@ -378,7 +378,7 @@ class Chunks:
                 dx = plain()
         return dx, _Totals(None, dbias, None)._replace(**self._wgrads(totals, x, dlogits, dlogits8, first))
 
-    def _wgrads(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: Any, first: bool) -> dict[str, Array]:
+    def _wgrads(self, totals: _Totals, x: Array, dlogits: Any, dlogits8: QuantizedArray | None, first: bool):
         """The next sums of kernel and accumulator, as far as they are computed here."""
         head = self.head
         if not self.with_wgrad:
@@ -400,6 +400,6 @@ class Chunks:
         return sums
 
 
-def _dot(lhs: Array, rhs: Array, contracting: tuple[int, int], dtype: Any) -> Array:
+def _dot(lhs: Array, rhs: Array, contracting: tuple[int, int], dtype: jnp.dtype) -> Array:
     dims = ((contracting[0],), (contracting[1],)), ((), ())
     return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)

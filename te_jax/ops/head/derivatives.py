@@ -76,7 +76,7 @@ def _total_backward(head: Head, residuals, cotangents):
     return dx, dkernel, dbias, following, no_rows | drows
 
 
-def _instantiated(cotangent: Any) -> Array:
+def _instantiated(cotangent: Array | SymbolicZero) -> Array:
     return ad.zeros_like_aval(cotangent.aval) if isinstance(cotangent, SymbolicZero) else cotangent
 
 

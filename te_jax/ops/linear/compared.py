@@ -12,9 +12,9 @@ from jax import Array, lax
 
 from te_jax._core import observe
 from te_jax._core.types import PyTree
-from te_jax.ops.linear.products import Products, Quantizable, Wgrad
+from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.linear.weight import Weight
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import Quantizable, QuantizedArray
 from te_jax.recipe import Product, Recipe
 from te_jax.sharding import Layout
 
@@ -31,7 +31,7 @@ class Observed(NamedTuple):
     x: Any = None
     kernels: Any = None
 
-    def with_links_of(self, kernels: Sequence[PyTree]) -> Observed:
+    def with_links_of(self, kernels: Sequence[Any]) -> Observed:
         """A copy with links of kernels in FP8, which FSDP gathers again: it computes no link a second time."""
         if not self.links:
             return self
@@ -125,7 +125,7 @@ def gradients_observed(
     return dx, [beside(place, wgrad) for place, wgrad in enumerate(wgrads)]
 
 
-def _link_of(kernel: PyTree, otherwise: Array) -> Array:
+def _link_of(kernel: Any, otherwise: Array) -> Array:
     return observe.links_of([kernel])[0] if jax.tree.leaves(kernel) else otherwise
 
 
@@ -165,9 +165,7 @@ def compared(
 # -------------------------------------------------------------------------------------------- layers without a recipe
 
 
-def recipe_in_comparison(
-    recipe: Recipe | None, validate: Callable[[Recipe], object]
-) -> tuple[Recipe | None, str | None]:
+def recipe_in_comparison(recipe: Recipe | None, validate: Callable[[Recipe], Any]) -> tuple[Recipe | None, str | None]:
     """The recipe of a layer, and why FP8 cannot take the layer if a comparison asks for it in vain.
 
     Args:
@@ -185,7 +183,7 @@ def recipe_in_comparison(
 
 
 def left_plain(
-    operation: str, ys: tuple[Array, ...], kernels: Sequence[PyTree], obstacle: str | None
+    operation: str, ys: tuple[Array, ...], kernels: Sequence[Quantizable], obstacle: str | None
 ) -> tuple[Array, ...]:
     """The results of a layer with the obstacle of `recipe_in_comparison`, if there is one."""
     if obstacle is None:

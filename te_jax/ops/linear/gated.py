@@ -19,10 +19,10 @@ from te_jax._core.derivatives import not_differentiated
 from te_jax._core.types import PyTree
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops.linear import fp8, rule
-from te_jax.ops.linear.products import Products, Quantizable, Wgrad
-from te_jax.ops.linear.rule import Layouts, gradients_of, has_gradient, named_amaxes
-from te_jax.ops.linear.weight import Weight
-from te_jax.quantized import QuantizedArray
+from te_jax.ops.linear.products import Products, Wgrad
+from te_jax.ops.linear.rule import Amaxes, Layouts, gradients_of, has_gradient, named_amaxes
+from te_jax.ops.linear.weight import Weight, Weights
+from te_jax.quantized import Quantizable, QuantizedArray
 from te_jax.recipe import Role
 from te_jax.reference.activation import Activation
 from te_jax.sharding import Layout
@@ -65,20 +65,15 @@ class _Residuals(NamedTuple):
     gate: Array  # x · gate
     up: Array  # x · up
     row_weights: Array | None
-    weights: tuple[Weight, ...]  # see `rule.without_values`
+    weights: Weights  # see `rule.without_values`
     h_amax: Array | None  # from which the scale of h follows
-    amaxes: tuple[Array | None, ...]  # of x, h and the kernels, where scaling is delayed
+    amaxes: Amaxes  # of x, h and the kernels, where scaling is delayed
     group: PyTree
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(
-    mlp: GatedMLP,
-    x: Array | None,
-    x8: QuantizedArray | None,
-    row_weights: Array | None,
-    weights: tuple[Weight, ...],
-    group: PyTree,
+    mlp: GatedMLP, x: Array | None, x8: QuantizedArray | None, row_weights: Any, weights: Weights, group: PyTree
 ) -> Array:
     """y of a gated MLP.
 
@@ -120,7 +115,7 @@ def _multiplied(mlp: GatedMLP, x, x8, row_weights, weights, group, *, differenti
     return y, residuals, h_amax if reference_amax is None else reference_amax, (x_amax, h_amax, *amaxes[0], *amaxes[1])
 
 
-def _validate(mlp: GatedMLP, x, x8, row_weights, weights: tuple[Weight, ...], group) -> None:
+def _validate(mlp: GatedMLP, x, x8, row_weights, weights: Weights, group) -> None:
     del group
     rule.validate_differentiated(mlp.gate_up, (x, row_weights), x8, weights[:2])
     rule.validate_weight(mlp.down, "kernel[2]", weights[2], for_x=False)

@@ -21,10 +21,10 @@ from te_jax.ops._quantize_rows import quantize_rows
 from te_jax.ops.grouped_gemm import cuda_problem, grouped_gemm, grouped_gemm_of_pairs, grouped_native
 from te_jax.ops.linear.arguments import implementation_for
 from te_jax.ops.linear.codec import Codec, Codecs, codecs_of
-from te_jax.ops.linear.products import Products, Quantizable, State, Wgrad
+from te_jax.ops.linear.products import Products, State, Wgrad
 from te_jax.ops.permute import Permutation, unpermute
 from te_jax.ops.quantize import QuantizedParts
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import Quantizable, QuantizedArray
 from te_jax.recipe import Product, Recipe, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout

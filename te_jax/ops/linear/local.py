@@ -20,11 +20,11 @@ from te_jax.ops._activation_kernels import activated
 from te_jax.ops.gemm import Contracting, gemm, gemm_sum
 from te_jax.ops.linear.arguments import Shape, sequence_padding, whole_blocks
 from te_jax.ops.linear.codec import plain
-from te_jax.ops.linear.products import Products, Quantizable, Wgrad
+from te_jax.ops.linear.products import Products, Wgrad
 from te_jax.ops.linear.rule import linear
 from te_jax.ops.linear.weight import Weight, together
 from te_jax.ops.quantize import QuantizedParts
-from te_jax.quantized import QuantizedArray, facts_of
+from te_jax.quantized import Quantizable, QuantizedArray, facts_of
 from te_jax.recipe import Product
 from te_jax.reference.activation import Activation
 from te_jax.reference.quantize import Copies
@@ -114,13 +114,7 @@ class LocalProducts(Products[None]):
         """activation(x · kernel + bias), and what the gradient of the activation reads."""
         activation = "gelu" if self.gelu_is_fused else None
         result = self.gemm(
-            "forward",
-            x8,
-            kernel8,
-            bias=bias,
-            activation=activation,
-            save_preactivation=keep,
-            out_dtype=layout.dtype,
+            "forward", x8, kernel8, bias=bias, activation=activation, save_preactivation=keep, out_dtype=layout.dtype
         )
         if keep:
             y, preactivation = map(layout.apply, result)
@@ -166,9 +160,7 @@ class LocalProducts(Products[None]):
         sides = (self.wgrad_sides(x8, dy8) for dy8 in dy8s)
         return tuple(Wgrad(functools.partial(self._wgrad, *pair), pair) for pair in sides)
 
-    def _wgrad(
-        self, lhs, rhs, *, out_dtype: np.dtype, accumulator: Array | None = None, accumulate: bool = True
-    ) -> Array:
+    def _wgrad(self, lhs, rhs, *, out_dtype: np.dtype, accumulator: Array | None = None, accumulate: bool = True):
         """The gradient, or the next value of an accumulator, which may have more dimensions than the kernel that
         products read. It gets those here: a scan keeps what is reshaped before beside its own inputs, once more for
         every layer."""

@@ -21,13 +21,12 @@ from te_jax.ops.linear.arguments import KernelContracting
 from te_jax.ops.linear.codec import READ_BY, Codec, Codecs
 from te_jax.ops.linear.fp8 import Copy
 from te_jax.ops.quantize import QuantizedParts
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import Quantizable, QuantizedArray
 from te_jax.recipe import PRODUCTS, DelayedScalingState, Product, Quantization, Role
 from te_jax.reference.quantize import Copies
 from te_jax.sharding import Layout
 
 GroupT = TypeVar("GroupT")
-Quantizable = Array | QuantizedArray
 State = DelayedScalingState | None
 
 

@@ -26,9 +26,9 @@ from te_jax._core.types import PyTree, T
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import added_once, validate_accumulated
 from te_jax.ops.linear.compared import Observed, gradients_observed, results_observed
-from te_jax.ops.linear.products import Products, Quantizable, Wgrad
-from te_jax.ops.linear.weight import Weight
-from te_jax.quantized import QuantizedArray
+from te_jax.ops.linear.products import Products, Wgrad
+from te_jax.ops.linear.weight import Weight, Weights
+from te_jax.quantized import Quantizable, QuantizedArray
 from te_jax.sharding import Layout
 
 
@@ -50,14 +50,17 @@ def validated(validate: Callable[..., None], *operands: PyTree) -> None:
         raise
 
 
+Amaxes = tuple[Array | None, ...]
+
+
 class Layouts(NamedTuple):
     """Layouts of operands, which are those of their gradients; None for what has no gradient."""
 
     x: Layout | None
-    weights: tuple[Weight, ...]
+    weights: Weights
 
     @classmethod
-    def of(cls, x: Quantizable | None, weights: tuple[Weight, ...]) -> Layouts:
+    def of(cls, x: Quantizable | None, weights: Weights) -> Layouts:
         return cls(
             _layout(x), tuple(Weight(_layout(w.kernel), _layout(w.bias), _layout(w.accumulator)) for w in weights)
         )
@@ -73,15 +76,15 @@ class _Residuals(NamedTuple):
     x: Any  # as wgrad reads it; None where no kernel has a gradient
     kernels: tuple[Quantizable | None, ...]  # as dgrad reads them
     preactivations: tuple[Array | None, ...]
-    weights: tuple[Weight, ...]  # what `gradients_of` reads of them
-    amaxes: tuple[Array | None, ...]  # of x and of each kernel
+    weights: Weights  # what `gradients_of` reads of them
+    amaxes: Amaxes  # of x and of each kernel
     group: PyTree
     observed: Observed  # empty unless statistics are asked for
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def linear(
-    products: Products, x: Array | None, x8: QuantizedArray | None, weights: tuple[Weight, ...], group: PyTree
+    products: Products, x: Array | None, x8: QuantizedArray | None, weights: Weights, group: PyTree
 ) -> tuple[Array, ...]:
     """The results of a layer, one for each weight.
 
@@ -182,7 +185,7 @@ linear.defvjp(_forward, _backward, symbolic_zeros=True)
 # ----------------------------------------------------------------------------------------- what rules of layers share
 
 
-def validate_differentiated(products: Products, x, x8, weights: tuple[Weight, ...], group=None) -> None:
+def validate_differentiated(products: Products, x, x8, weights: Weights, group=None) -> None:
     """Refuses choices of derivatives that would be silently wrong; operands are those of a forward rule."""
     del group
     if _perturbed(x8):
@@ -238,16 +241,14 @@ def quantized_kernels(
     return tuple(part.array for part in parts), tuple(part.amax for part in parts)
 
 
-def kept_kernels(products: Products, kernel8s: tuple[Any, ...], weights: tuple[Weight, ...]) -> tuple[Any, ...]:
+def kept_kernels(products: Products, kernel8s: tuple[Any, ...], weights: Weights) -> tuple[Any, ...]:
     return tuple(
         products.kept(kernel8, "kernel", is_argument=isinstance(weight.kernel, QuantizedArray))
         for kernel8, weight in zip(kernel8s, weights, strict=True)
     )
 
 
-def named_amaxes(
-    products: Products, amaxes: tuple[Array | None, ...], weights: tuple[Weight, ...]
-) -> tuple[Array | None, ...]:
+def named_amaxes(products: Products, amaxes: Amaxes, weights: Weights) -> Amaxes:
     """Amaxes of activations and, last, of the kernels."""
     roles = ("activation",) * (len(amaxes) - len(weights)) + ("kernel",) * len(weights)
     return tuple(
@@ -279,7 +280,7 @@ def gradients_of(
     layout: Weight,
     wgrad: Wgrad | None,
     dbias: Array | None,
-    amaxes: tuple[Array | None, ...],
+    amaxes: Amaxes,
 ) -> Weight:
     """The cotangents of a weight.
 

@@ -26,6 +26,9 @@ class Weight(NamedTuple):
         return self.kernel.straight_through is not None
 
 
+Weights = tuple[Weight, ...]
+
+
 def together(operands: tuple[PyTree, ...], axes: frozenset[str] = frozenset()) -> tuple[PyTree, ...]:
     """Operands of a layer, which end with its weights, as `sharding.varying_together` has them, states as they are."""
     *leading, weights = operands
