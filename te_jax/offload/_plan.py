@@ -142,7 +142,7 @@ class Plan:
     output: Any
     backward: Backward
     differentiated: tuple[int, ...]
-    operands: PyTree
+    operands: Any
     constants: tuple[int, ...]
     residuals: tuple[Residual | None, ...]
     sources: tuple[int, ...]

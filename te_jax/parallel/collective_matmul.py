@@ -23,11 +23,12 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT, PyTree
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.arguments import (
     KernelContracting,
     Operand,
+    Shaped,
     as_operand,
     named_weights,
     of_kernel,
@@ -40,11 +41,11 @@ from te_jax.ops.linear.arguments import (
 )
 from te_jax.ops.linear.codec import Codec, codecs_of
 from te_jax.ops.linear.rule import linear, traced
-from te_jax.ops.linear.weight import Weight, together
+from te_jax.ops.linear.weight import Weight, Weights, together
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel._collective.products import CollectiveProducts
 from te_jax.parallel.options import Residual, Transport, as_transport, validate_residual
-from te_jax.quantized import QuantizedArray, facts_of, facts_of_recipe, scale_shape
+from te_jax.quantized import Quantizable, QuantizedArray, facts_of, facts_of_recipe, scale_shape
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe, Scaling
 from te_jax.sharding import AxisName
 
@@ -229,11 +230,11 @@ def matmul_reduce_scatter(
 
 def _multiplied(
     gathers: bool,
-    dimension: tuple[str, Any],
-    x: Any,
+    dimension: tuple[str, int],
+    x: Operand,
     kernel: Any,
     bias: Any,
-    scaling_state: Any,
+    scaling_state: object,
     wgrad_accumulator: Any,
     **options: Any,
 ) -> tuple[Array, ...]:
@@ -250,28 +251,28 @@ def _multiplied(
     return tuple(y.reshape(*sizes, *outer) for y, outer in zip(ys, outers, strict=True))
 
 
-def outer_of(kernel_contracting: KernelContracting, kernel: Any) -> tuple[int, ...]:
+def outer_of(kernel_contracting: KernelContracting, kernel: Quantizable) -> tuple[int, ...]:
     """*N of a kernel."""
     return kernel.shape[1:] if kernel_contracting == "first" else kernel.shape[:-1]
 
 
-def _linear(products: CollectiveProducts, x: Any, x8: Any, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+def _linear(products: CollectiveProducts, x: Array | None, x8: QuantizedArray | None, weights: Weights):
     return linear(products, x, x8, weights, None)
 
 
 def prepared(
     gathers: bool,
-    dimension: tuple[str, Any],
-    x: Any,
+    dimension: tuple[str, int],
+    x: Shaped,
     weights: dict[str, Weight],
     *,
-    axis_name: Any,
-    recipe: Any,
+    axis_name: sharding.AxisName,
+    recipe: Recipe | None,
     kernel_contracting: KernelContracting,
-    accumulate: Any,
-    transport: Any,
-    residual: Any,
-    out_dtype: Any,
+    accumulate: bool,
+    transport: Transport,
+    residual: Residual,
+    out_dtype: jax.typing.DTypeLike | None,
     implementation: native.Implementation | None,
 ) -> tuple[CollectiveProducts, tuple[int, ...]]:
     """(products for checked operands, the dimensions of results before those of the kernels' own).
@@ -337,7 +338,7 @@ def prepared(
 # ----------------------------------------------------------------------------------------------------------- validation
 
 
-def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
+def _axis(name: str, axis: int, x: Shaped) -> int:
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it needs a dimension before the last, which is summed over")
     integer = isinstance(axis, int | np.integer) and not isinstance(axis, bool)
@@ -349,7 +350,9 @@ def _axis(name: str, axis: Any, x: Array | QuantizedArray) -> int:
     return int(axis) % x.ndim
 
 
-def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_contracting: KernelContracting) -> None:
+def _validate_operands(
+    x: Shaped, weights: dict[str, Weight], recipe: Recipe | None, kernel_contracting: KernelContracting
+) -> None:
     validate_kernel_contracting(kernel_contracting)
     kernels = {name: weight.kernel for name, weight in weights.items()}
     if recipe is not None:
@@ -389,7 +392,11 @@ def _validate_operands(x: Any, weights: dict[str, Weight], recipe: Any, kernel_c
 
 
 def _validate_fp8(
-    spec: CollectiveSpec, x: Any, kernels: dict[str, Any], dimension: str, kernel_contracting: KernelContracting
+    spec: CollectiveSpec,
+    x: Shaped,
+    kernels: dict[str, Quantizable],
+    dimension: str,
+    kernel_contracting: KernelContracting,
 ) -> None:
     recipe = spec.codec.recipe
     assert recipe is not None
@@ -427,7 +434,7 @@ def _validate_fp8(
             fp8.validate_quantized(name, kernel, recipe, "kernel", read)
 
 
-def _validate_state(recipe: Recipe | None, axes: tuple[str, ...], name: str, state: Any) -> None:
+def _validate_state(recipe: Recipe | None, axes: tuple[str, ...], name: str, state: object) -> None:
     fp8.validate_state(recipe, state, name)
     if differing := sharding.varying_axes(state) & set(axes):
         raise ValueError(
@@ -436,7 +443,7 @@ def _validate_state(recipe: Recipe | None, axes: tuple[str, ...], name: str, sta
         )
 
 
-def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> None:
+def _validate_split(spec: CollectiveSpec, x: Shaped, kernels: dict[str, Quantizable]) -> None:
     """Where all devices had the same, a gather would repeat the rows of x, and a sum would have a product D times."""
     parts = {"x": x} if spec.gathers else {"x": x, **kernels}
     for name, array in parts.items():
@@ -448,7 +455,7 @@ def _validate_split(spec: CollectiveSpec, x: Any, kernels: dict[str, Any]) -> No
 # ----------------------------------------------------------------------------------------------------- canonical shapes
 
 
-def canonical(products: CollectiveProducts, x: Any, weights: tuple[Weight, ...]) -> Any:
+def canonical(products: CollectiveProducts, x: Any, weights: Weights) -> tuple[PyTree, ...]:
     """Operands as products take them: x, or what its gradient goes through; x in FP8, where it came so; and weights of
     kernels [K, N], or [N, K], whose biases [N] are float32, in which they are added and their gradients summed.
 

@@ -28,7 +28,7 @@ from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.derivatives import differentiated_once
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import FLOAT_NAMES, FLOATS
+from te_jax._core.types import FLOAT_NAMES, FLOATS, PyTree
 from te_jax.ops.operands import as_array, validate_quantization
 from te_jax.ops.permute import most_rows, values_of_choices
 from te_jax.ops.quantize import quantize_parts
@@ -476,12 +476,12 @@ def _named(x: Array) -> Array:
 # ----------------------------------------------------------------------------------------------------- arguments
 
 
-def _validate_plan(plan: Any) -> None:
+def _validate_plan(plan: object) -> None:
     if not isinstance(plan, DispatchPlan):
         raise ValueError(f"plan is of type {type(plan).__name__}; it must come from te_jax.parallel.plan_dispatch")
 
 
-def _together(x: Any, plan: DispatchPlan, name: str) -> Any:
+def _together(x: tuple[PyTree, ...], plan: DispatchPlan, name: str) -> tuple[PyTree, ...]:
     """Operands that all vary over the same mesh axes: JAX then sums their gradients over others."""
     reason = (
         f"te_jax.parallel.{name} has derivatives in reverse mode (jax.grad, jax.vjp) only; for forward mode gather all "

@@ -31,7 +31,7 @@ from te_jax.parallel.collective_matmul import (
     prepared,
 )
 from te_jax.parallel.options import Residual, Transport
-from te_jax.quantized import facts_of_recipe
+from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.recipe import DelayedScalingState, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName
@@ -139,9 +139,9 @@ def gated_mlp(
     operands = canonical(gate_up, x, tuple(weights.values()))
     operands = reverse_mode_only(operands, REVERSE_MODE.format(name=_NAME))
     with jax.disable_jit(False):  # as for `all_gather_matmul`
-        y: Any = traced(_mlp, GatedMLP(gate_up, second, activation, "te_collective_preactivation"), *operands)
+        y = traced(_mlp, GatedMLP(gate_up, second, activation, "te_collective_preactivation"), *operands)
     return y.reshape(*rows, y.shape[-1])
 
 
-def _mlp(mlp: GatedMLP, x: Any, x8: Any, weights: tuple[Weight, ...]) -> Any:
+def _mlp(mlp: GatedMLP, x: Array | None, x8: QuantizedArray | None, weights: tuple[Weight, ...]) -> Array:
     return gated(mlp, x, x8, None, weights, None)

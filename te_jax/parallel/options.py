@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class P2P:
 Transport = TransportName | Ring | P2P
 
 
-def as_transport(transport: Any) -> Literal["auto", "xla"] | Ring | P2P:
+def as_transport(transport: Transport) -> Literal["auto", "xla"] | Ring | P2P:
     """The argument `transport` of collective products; names are those of defaults.
 
     Raises:
@@ -70,7 +70,7 @@ def as_transport(transport: Any) -> Literal["auto", "xla"] | Ring | P2P:
     return {"ring": Ring(), "p2p": P2P()}.get(transport, transport)
 
 
-def validate_residual(residual: Any) -> None:
+def validate_residual(residual: object) -> None:
     """Raises ValueError unless it says what is kept of a gathered x."""
     if residual not in ("gathered", "shard"):
         raise ValueError(f"residual is {residual!r}; it must be 'gathered' or 'shard'")

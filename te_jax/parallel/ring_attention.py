@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from te_jax import ops, sharding
 from te_jax._core.arguments import as_flag, is_finite_number, is_whole_number
 from te_jax._core.integers import as_int32
 from te_jax._core.reverse_mode import reverse_mode_only
+from te_jax._core.types import PyTree
 from te_jax.ops.attention import (
     AttentionImplementation,
     Masks,
@@ -161,10 +162,9 @@ def ring_attention(
         operands["segment_ids"] = as_int32(operands["segment_ids"])
     sharding.validate_split("query", query, (axis,), "pass this device's tokens")
     if size == 1:
-        options: Any = {"window": window, "scale": scale, "max_score_bytes": max_score_bytes}
-        options |= {"segment_ids": segment_ids, "max_segments_per_seq": max_segments_per_seq}
-        options["implementation"] = implementation
-        return ops.attention(query, key, value, causal=causal, **options)
+        segments = {"segment_ids": segment_ids, "max_segments_per_seq": max_segments_per_seq}
+        options = {"window": window, "scale": scale, "max_score_bytes": max_score_bytes, **segments}
+        return ops.attention(query, key, value, causal=causal, implementation=implementation, **options)
     if causal and query.shape[1] % 2:
         raise ValueError(f"query has {query.shape[1]} tokens; with causal=True they are two chunks: pad the sequence")
     if max_segments_per_seq is not None:
@@ -229,7 +229,7 @@ class _Ring:
     max_score_bytes: int
     implementation: AttentionImplementation | None
 
-    def next(self, tree: Any) -> Any:
+    def next(self, tree: PyTree) -> PyTree:
         """Arrays of the device before."""
         order = [(device, (device + 1) % self.size) for device in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, order), tree)
@@ -310,7 +310,7 @@ class _Block:
     def gradients(self, of_blocks: _Gradients) -> _Gradients:
         return of_blocks
 
-    def masked(self, query: Array, pair: Array, visible: Array | None) -> Any:
+    def masked(self, query: Array, pair: Array, visible: Array | None) -> tuple[dict[str, Array], Array | None]:
         operands = {"query": query} | dict(zip(("key", "value"), jnp.split(pair, 2, 2), strict=True))
         if visible is None:
             return operands, None
@@ -431,7 +431,7 @@ def _attention(ring: _Ring, operands: dict[str, Array]) -> Array:
     return _forward(ring, operands)[0]
 
 
-def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, Any]:
+def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, tuple[dict[str, Array], Array, Array]]:
     keys = _Keys.of(operands)
     blocks = ring.blocks(operands)
     joined: tuple[Array, Array] | None = None
@@ -447,7 +447,7 @@ def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, Any]:
     return out, (operands, out, lse)
 
 
-def _backward(ring: _Ring, residuals: Any, dout: Array) -> tuple[dict[str, Array | None]]:
+def _backward(ring: _Ring, residuals: tuple[dict[str, Array], Array, Array], dout: Array):
     operands, out, lse = residuals
     keys = _Keys.of(operands)
     blocks = ring.blocks(operands)

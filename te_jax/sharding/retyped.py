@@ -164,9 +164,7 @@ class _Retyped:
 
         return lax.while_loop(proceeds, body, carry)
 
-    def _settled(
-        self, body: ClosedJaxpr, consts: list[Array], carry: list[Array], xs: Sequence[Array] = ()
-    ) -> list[Array]:
+    def _settled(self, body: ClosedJaxpr, consts: list[Array], carry: list[Array], xs: Sequence[Array] = ()):
         """The first carried values of a loop, varying over all axes over which those of later iterations vary."""
         variables = body.jaxpr.invars[len(consts) + len(carry) :]
         rows = [

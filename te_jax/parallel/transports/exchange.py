@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -169,9 +169,9 @@ def sum_of_products(
         return multiply(spec, xs[0], kernels[0], bias=bias)
     if xs[0].scaling.native_blocks:
         pairs = [(quantized(x.merged(0)), quantized(kernel)) for x, kernel in zip(xs, kernels, strict=True)]
-        options: Any = {"rhs_contracting": "cols", "implementation": spec.codec.implementation}
-        options["out_dtype"] = spec.out_dtype if bias is None else np.dtype(np.float32)
-        y = gemm_sum(pairs, **options).reshape(*xs[0].data.shape[:2], -1)
+        dtype = spec.out_dtype if bias is None else np.dtype(np.float32)
+        y = gemm_sum(pairs, rhs_contracting="cols", out_dtype=dtype, implementation=spec.codec.implementation)
+        y = y.reshape(*xs[0].data.shape[:2], -1)
         return with_bias(y, bias, spec.out_dtype)
     total = None
     for x, kernel in zip(xs, kernels, strict=True):

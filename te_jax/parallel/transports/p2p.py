@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
 from te_jax import native, sharding
+from te_jax._core.types import PyTree
 from te_jax.ops.gemm_product import algorithm_for, allowed_dtype
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.transports import processes, xla
@@ -247,7 +248,7 @@ _collective_p = Primitive("te_collective")
 _collective_p.multiple_results = True
 
 
-def _call(spec: CollectiveSpec, function: str, arguments: tuple[Any, ...], results: Any, **params: Any) -> Any:
+def _call(spec: CollectiveSpec, function: str, arguments: tuple[PyTree, ...], results: PyTree, **params: Any) -> PyTree:
     """Binds one of the two functions.
 
     Args:

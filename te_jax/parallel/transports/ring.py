@@ -12,14 +12,7 @@ from jax import Array, lax
 from te_jax import sharding
 from te_jax.parallel._collective.call import CollectiveSpec
 from te_jax.parallel.options import Ring
-from te_jax.parallel.transports.exchange import (
-    GemmOperand,
-    as_bytes,
-    like_bytes,
-    multiply,
-    sum_of_products,
-    with_bias,
-)
+from te_jax.parallel.transports.exchange import GemmOperand, as_bytes, like_bytes, multiply, sum_of_products, with_bias
 
 
 def all_gather_gemm(
