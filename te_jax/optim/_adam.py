@@ -256,10 +256,7 @@ def adam(
         stochastic_rounding=stochastic_rounding,
         seed=seed,
     )
-    chain = optax.chain(
-        scaled,
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    chain = optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
     return _finished(chain, master_dtype, skip_nonfinite)
 
 
@@ -307,9 +304,7 @@ def adamw(
         seed=seed,
     )
     chain = optax.chain(
-        scaled,
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        scaled, optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
     )
     return _finished(chain, master_dtype, skip_nonfinite)
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 from te_jax._core.types import PyTree, T
 from te_jax.optim import _moments
 from te_jax.optim._adam import ScaleByAdamState
-from te_jax.optim._master import MasterWeightsState, convert_masters
+from te_jax.optim._master import MasterWeightsState, convert_masters, is_masked
 from te_jax.optim._nonfinite import DynamicLossScaleState, SkipNonfiniteState
 
 _ADAM = (ScaleByAdamState, optax.ScaleByAdamState)
@@ -113,7 +113,7 @@ def _check_parameters(target: PyTree, source: PyTree, where: str, *, masks_may_d
     """Raises ValueError unless two trees belong to the same parameters: the same keys, and the same shapes."""
 
     def shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_masked)
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=is_masked)
         return {
             jax.tree_util.keystr(path): None if isinstance(leaf, optax.MaskedNode) else np.shape(leaf)
             for path, leaf in leaves
@@ -121,7 +121,7 @@ def _check_parameters(target: PyTree, source: PyTree, where: str, *, masks_may_d
 
     new, old = shapes(target), shapes(source)
     _check_keys(list(new), list(old), where)
-    needs, has = (jax.tree.structure(tree, is_leaf=_is_masked) for tree in (target, source))
+    needs, has = (jax.tree.structure(tree, is_leaf=is_masked) for tree in (target, source))
     if needs != has:
         raise ValueError(
             f"{where} has {has} where the optimizer has {needs}: give params in the containers that the state was made "
@@ -134,10 +134,6 @@ def _check_parameters(target: PyTree, source: PyTree, where: str, *, masks_may_d
                 f"{where}{key} has {has} where the optimizer has {needs}: "
                 "both must have the same parameters, labels and masks; convert with those of the run that stopped"
             )
-
-
-def _is_masked(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def _check_keys(expected: list[str], found: list[str], where: str) -> None:

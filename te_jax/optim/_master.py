@@ -53,9 +53,6 @@ def master_weights(
     dtype = np.dtype(dtype)
     inner = optax.with_extra_args_support(inner)
 
-    def wide(tree: PyTree) -> PyTree:
-        return jax.tree.map(_wide, tree)
-
     def master_of(param: Any) -> Array | optax.MaskedNode:
         param_dtype = jnp.result_type(param)
         if param_dtype == jnp.float32:
@@ -74,13 +71,13 @@ def master_weights(
         return _reflected(np.int32(0), _bits(param)).astype(dtype) if dtype == _INT16 else param.astype(jnp.float32)
 
     def init(params: PyTree) -> MasterWeightsState:
-        return MasterWeightsState(jax.tree.map(master_of, params), inner.init(wide(params)))
+        return MasterWeightsState(jax.tree.map(master_of, params), inner.init(_all_wide(params)))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object):
         if params is None:
             raise ValueError("params is None: masters belong to parameters; call update(updates, state, params)")
         masters = jax.tree.map(_weight, params, state.master)
-        steps, inner_state = inner.update(wide(updates), state.inner, masters, **extra_args)
+        steps, inner_state = inner.update(_all_wide(updates), state.inner, masters, **extra_args)
         structure = jax.tree.structure(updates)
         columns = (structure.flatten_up_to(tree) for tree in (params, state.master, masters, steps))
         pairs = [_step(*leaf) for leaf in zip(*columns, strict=True)]
@@ -94,11 +91,10 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """The transform on gradients and parameters in float32; updates get the gradients' dtypes at its end."""
     inner = optax.with_extra_args_support(inner)
 
-    def wide(tree: PyTree) -> PyTree:
-        return jax.tree.map(_wide, tree)
-
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object):
-        steps, state = inner.update(wide(updates), state, None if params is None else wide(params), **extra_args)
+        steps, state = inner.update(
+            _all_wide(updates), state, None if params is None else _all_wide(params), **extra_args
+        )
         return jax.tree.map(lambda step, g: step.astype(g.dtype), steps, updates), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
@@ -127,8 +123,8 @@ def weights(params: PyTree, state: PyTree) -> PyTree:
     if len(states) > 1:
         raise ValueError(f"state holds the masters of {len(states)} optimizers: name one of their states")
     if not states:
-        return jax.tree.map(_wide, params)
-    return jax.tree.map(_weights, states[0].master, params, is_leaf=_is_masked)
+        return _all_wide(params)
+    return jax.tree.map(_weights, states[0].master, params, is_leaf=is_masked)
 
 
 def _wide(x: Any) -> Any:
@@ -140,11 +136,15 @@ def _wide(x: Any) -> Any:
     return jnp.asarray(x).astype(dtype)
 
 
+def _all_wide(tree: PyTree) -> PyTree:
+    return jax.tree.map(_wide, tree)
+
+
 def convert_masters(target: PyTree, source: PyTree, params: PyTree) -> PyTree:
     """The masters `source` in the form of the masters `target`; both belong to `params`."""
 
     def convert(new: Any, old: Any, param: Array) -> Array | optax.MaskedNode:
-        if _is_masked(new) or _is_masked(old):
+        if is_masked(new) or is_masked(old):
             return new
         if new.dtype == old.dtype:
             return old
@@ -155,21 +155,21 @@ def convert_masters(target: PyTree, source: PyTree, params: PyTree) -> PyTree:
         # The parameter was rounded to even where both neighbours are as near: there the last digit may be lost.
         return _reflected(jnp.clip(_bits(weight) - upper, -0x8000, 0x7FFF), upper).astype(jnp.int16)
 
-    return jax.tree.map(convert, target, source, params, is_leaf=_is_masked)
+    return jax.tree.map(convert, target, source, params, is_leaf=is_masked)
 
 
-def _is_masked(master: object) -> bool:
+def is_masked(master: object) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
 def _weights(master: Any, params: PyTree) -> PyTree:
     """The weights of a parameter, or of as many as a mask or label of another optimizer stands for."""
-    return jax.tree.map(_wide, params) if _is_masked(master) else _weight(params, master)
+    return _all_wide(params) if is_masked(master) else _weight(params, master)
 
 
 def _weight(param: Array, master: Any) -> Array:
     """The float32 number that a parameter stands for."""
-    if _is_masked(master):
+    if is_masked(master):
         return param
     if master.dtype != _INT16:
         return master
@@ -193,7 +193,7 @@ def _reflected(remainder: Array | np.int32, upper: Array) -> Array:
 
 def _step(param: Array, master: Any, weight: Array, step: Array) -> tuple[Array, Array | optax.MaskedNode]:
     """The update of a parameter, and its next master."""
-    if _is_masked(master):
+    if is_masked(master):
         return step, master
     weight = weight + step.astype(jnp.float32)
     before = param.astype(jnp.float32)
