@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -30,9 +32,7 @@ def rows(table: Array, indices: jax.typing.ArrayLike, dtype: jax.typing.DTypeLik
     return sharding.take_rows(table, indices).astype(table.dtype if dtype is None else dtype)
 
 
-def attend(
-    table: Array, query: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike | None, options: linear.Options
-) -> Array:
+def attend(table: Array, query: Any, dtype: jax.typing.DTypeLike | None, options: linear.Options) -> Array:
     """query · tableᵀ."""
     query = linear.as_array("query", query)
     query = query.astype(linear.result_dtype(dtype, query, table))

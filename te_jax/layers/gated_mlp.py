@@ -12,14 +12,14 @@ from te_jax import ops, parallel
 from te_jax.layers import linear
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.tensor_parallel import TensorAxis
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import Quantizable
 from te_jax.reference.activation import Activation
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp(
-    x: Array | QuantizedArray,
+    x: Quantizable,
     gate: linear.Layer,
     up: linear.Layer,
     down: linear.Layer,
@@ -44,7 +44,7 @@ def gated_mlp(
         return ops.gated_mlp(x, activation=activation, **arguments, **vars(options))
     accumulate = arguments.pop("accumulate")
 
-    def local(x: Array | QuantizedArray, arguments: dict[str, Any]) -> Array:
+    def local(x: Quantizable, arguments: dict[str, Any]) -> Array:
         return parallel.gated_mlp(
             x,
             axis_name=tensor.name,

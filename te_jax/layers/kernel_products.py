@@ -224,9 +224,7 @@ class _Run:
     def _inlined(self, eqn: JaxprEqn, arguments: list[_Operand]) -> list[_Operand]:
         return self.evaluate(jaxprs.called(eqn), arguments)
 
-    def _inside(
-        self, eqn: JaxprEqn, jaxpr: jaxprs.Program, arguments: Sequence[_Operand]
-    ) -> Callable[..., list[Array]]:
+    def _inside(self, eqn: JaxprEqn, jaxpr: jaxprs.Program, arguments: Sequence[_Operand]):
         """A function of a jaxpr's results, of arrays that take the place of the arguments."""
 
         def function(*arrays: Array) -> list[Array]:

@@ -21,8 +21,9 @@ from te_jax.ops.linear.arguments import KernelContracting
 from te_jax.ops.linear.einsum import Einsum
 from te_jax.ops.linear.fp8 import validate_recipe
 from te_jax.ops.linear.kernels import quantize_kernel as _quantize_kernel
+from te_jax.ops.linear.products import State
 from te_jax.parallel.collective_matmul import all_gather_matmul, as_matrix, matmul_reduce_scatter
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import Quantizable, QuantizedArray
 from te_jax.recipe import DelayedScalingState, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import regrouped
@@ -42,6 +43,9 @@ class Options:
         native.validate_implementation(self.implementation)
 
 
+OutSharding = jax.NamedSharding | PartitionSpec | None
+
+
 class Layer(NamedTuple):
     """The arrays of a linear layer."""
 
@@ -50,7 +54,7 @@ class Layer(NamedTuple):
     scaling_state: DelayedScalingState | None
 
 
-def as_input(x: jax.typing.ArrayLike | QuantizedArray) -> Array | QuantizedArray:
+def as_input(x: jax.typing.ArrayLike | QuantizedArray) -> Quantizable:
     """The input of a layer, which a norm may have handed over in FP8."""
     return x if isinstance(x, QuantizedArray) else jnp.asarray(x)
 
@@ -62,7 +66,7 @@ def as_array(name: str, x: jax.typing.ArrayLike | QuantizedArray) -> Array:
     return jnp.asarray(x)
 
 
-def cast(x: Array | QuantizedArray, dtype: jax.typing.DTypeLike) -> Array | QuantizedArray:
+def cast(x: Quantizable, dtype: jax.typing.DTypeLike) -> Quantizable:
     """x in another dtype; a QuantizedArray that stands for an array in it."""
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype)
@@ -71,7 +75,7 @@ def cast(x: Array | QuantizedArray, dtype: jax.typing.DTypeLike) -> Array | Quan
 
 
 def linear(
-    x: Array | QuantizedArray,
+    x: Quantizable,
     kernel: Array | QuantizedArray | AccumulatedKernel,
     bias: Array | None,
     scaling_state: DelayedScalingState | None,
@@ -109,7 +113,7 @@ def linear(
 
 
 def linears(
-    x: Array | QuantizedArray,
+    x: Quantizable,
     layers: Sequence[Layer],
     *,
     features: Sequence[tuple[int, ...]],
@@ -145,7 +149,7 @@ def linears(
 
 
 def _gathered_linears(
-    x: Array | QuantizedArray,
+    x: Quantizable,
     layers: Sequence[Layer],
     features: Sequence[tuple[int, ...]],
     options: Options,
@@ -156,7 +160,7 @@ def _gathered_linears(
     accumulate = arguments["accumulate"]
     parts = [(first // tensor.size, *others) for first, *others in features]
 
-    def local(x: Array | QuantizedArray, kernels: PyTree, accumulators: PyTree, biases: PyTree, states: PyTree):
+    def local(x: Quantizable, kernels: PyTree, accumulators: PyTree, biases: PyTree, states: PyTree):
         columns = [kernel.shape[1:] for kernel in kernels]
         for kernel, cols, sizes in zip(kernels, columns, parts, strict=True):
             if math.prod(cols) != math.prod(sizes):
@@ -191,7 +195,7 @@ def _gathered_linears(
 
 
 def gathered_linear(
-    x: Array | QuantizedArray,
+    x: Quantizable,
     layer: Layer,
     features: tuple[int, ...],
     activation: Activation | ActivationName | None,
@@ -226,13 +230,7 @@ def scattered_linear(
     accumulate = arguments["accumulate"]
     (kernel,), (accumulator,) = arguments["kernel"], arguments["wgrad_accumulator"]
 
-    def local(
-        x: Array,
-        kernel: Array | QuantizedArray,
-        accumulator: Array | None,
-        bias: Array | None,
-        state: DelayedScalingState | None,
-    ) -> Array:
+    def local(x: Array, kernel: Quantizable, accumulator: Array | None, bias: Array | None, state: State):
         batch, rows, cols = x.shape[: axis[0]], math.prod(x.shape[axis[0] :]), math.prod(features)
         y = matmul_reduce_scatter(
             x.reshape(*batch, rows),
@@ -285,7 +283,7 @@ def dot_general(
     scaling_state: DelayedScalingState | None,
     *,
     preferred_element_type: jax.typing.DTypeLike | None,
-    out_sharding: jax.NamedSharding | PartitionSpec | None,
+    out_sharding: OutSharding,
     options: Options,
 ) -> Array:
     """`jax.lax.dot_general` of an activation and a kernel, without batch dimensions."""
@@ -407,7 +405,7 @@ def sizes(name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(map(int, features))
 
 
-def result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: PyTree) -> jax.typing.DTypeLike:
+def result_dtype(dtype: jax.typing.DTypeLike | None, *arrays: Any) -> jax.typing.DTypeLike:
     """The dtype that a layer computes in: the given one, or what its arrays promote to, of which some may be None."""
     if dtype is not None:
         return as_float("dtype", dtype)

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import KeyPath
 
 from te_jax._core.types import PyTree
+from te_jax.parallel.fsdp import is_parameter
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScalingState, merge
 from te_jax.sharding import varying_axes, varying_over
@@ -64,7 +65,7 @@ class AccumulatedKernel:
         )
 
 
-def validate_gradients(variables: Mapping[str, PyTree], gradients: Mapping[str, PyTree], zeros: str) -> None:
+def validate_gradients(variables: Mapping[str, Any], gradients: Mapping[str, Any], zeros: str) -> None:
     """Checks that gradients fit what they are gradients of, both by name.
 
     Args:
@@ -91,7 +92,7 @@ def validate_gradients(variables: Mapping[str, PyTree], gradients: Mapping[str, 
             )
 
 
-def validate_mergeable(first: Mapping[str, PyTree], second: Mapping[str, PyTree]) -> None:
+def validate_mergeable(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Checks that two gradients, both by name, are of the same variables.
 
     Raises:
@@ -107,7 +108,7 @@ def validate_mergeable(first: Mapping[str, PyTree], second: Mapping[str, PyTree]
             )
 
 
-def _has_shape_of(variable: PyTree, gradient: PyTree) -> bool:
+def _has_shape_of(variable: Any, gradient: Any) -> bool:
     if isinstance(variable, DelayedScalingState):
         return jax.tree.map(jnp.shape, variable) == jax.tree.map(jnp.shape, gradient)
     shape = jnp.shape(gradient)
@@ -229,7 +230,7 @@ def accumulate_gradients(
 
     @functools.wraps(loss_fn)
     def wrapped(variables: PyTree, gradients: PyTree, *args: object, **kwargs: object):
-        leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=_is_whole)
+        leaves, structure = jax.tree.flatten_with_path(variables, is_leaf=is_parameter)
         named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         before = None if gradients is None else named_leaves(gradients)
         if before is not None:
@@ -242,7 +243,7 @@ def accumulate_gradients(
         }
         rest = {name: leaf for name, leaf in named.items() if name not in kernels}
 
-        def loss_of(kernels: dict[str, PyTree], rest: dict[str, PyTree]):
+        def loss_of(kernels: dict[str, Any], rest: dict[str, Any]):
             inputs = kernels | rest
             result = loss_fn(structure.unflatten([inputs[name] for name in named]), *args, **kwargs)
             return result if has_aux else (result, None)
@@ -259,9 +260,9 @@ def accumulate_gradients(
     return wrapped
 
 
-def named_leaves(tree: PyTree) -> dict[str, PyTree]:
+def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Arrays, QuantizedArrays and states of delayed scaling by their place in a pytree."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_whole)}
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_parameter)}
 
 
 def merged(path: KeyPath, first: Any, second: Any) -> Any:
@@ -270,10 +271,6 @@ def merged(path: KeyPath, first: Any, second: Any) -> Any:
         return merge(first, second)
     overwrites = jax.tree_util.DictKey(OVERWRITE_WITH_GRADIENT) in path
     return jnp.maximum(first, second) if overwrites else first + second.astype(first.dtype)
-
-
-def _is_whole(x: object) -> bool:
-    return isinstance(x, QuantizedArray | DelayedScalingState)
 
 
 def dense_kernels(kernels: Sequence[Array | QuantizedArray | AccumulatedKernel]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from te_jax._core import observe
 from te_jax._core.types import BLOCK
 from te_jax.layers import linear
 from te_jax.layers.tensor_parallel import TensorAxis
-from te_jax.quantized import QuantizedArray, facts_of_recipe
+from te_jax.quantized import Quantizable, QuantizedArray, facts_of_recipe
 from te_jax.recipe import DelayedScaling, ProductRecipes, Quantization, Recipe
 
 Kind = Literal["rms", "layer"]
@@ -131,7 +131,7 @@ def before(
     residual: jax.typing.ArrayLike | None,
     recipe: Recipe | None,
     tensor: TensorAxis | None = None,
-) -> tuple[Array | QuantizedArray, Array | None]:
+) -> tuple[Quantizable, Array | None]:
     """(what a norm hands over to layers with this recipe, x + residual or None); x itself without a norm.
 
     With a tensor axis devices split the time of x.
@@ -147,7 +147,7 @@ def before(
     return (found, None) if residual is None else found
 
 
-def handover(recipe: Recipe | None, x: Array | QuantizedArray, tensor: TensorAxis | None = None) -> Quantization | None:
+def handover(recipe: Recipe | None, x: Quantizable, tensor: TensorAxis | None = None) -> Quantization | None:
     """How a norm quantizes its result for layers with a recipe; None where these quantize it themselves.
 
     They do with delayed scaling, whose state remembers the amax of a layer's input, for a single row, and with blocks

@@ -19,7 +19,7 @@ from te_jax._core.types import FP8_ALIGNMENT, PyTree, T
 from te_jax.layers.microbatches import AccumulatedKernel, dense_kernels
 from te_jax.parallel.fsdp import quantized_specs
 from te_jax.parallel.options import Residual, Transport
-from te_jax.quantized import QuantizedArray, facts_of
+from te_jax.quantized import Quantizable, QuantizedArray, facts_of
 from te_jax.recipe import Recipe
 from te_jax.sharding import axes_of_entry
 
@@ -129,7 +129,7 @@ class TensorAxis:
         """How many of a layer's features or heads the arrays in this place have."""
         return count if self.mesh is not None else count // self.size
 
-    def rows(self, x: Array | QuantizedArray) -> int:
+    def rows(self, x: Quantizable) -> int:
         """The time that a device has of x [*batch, time, features].
 
         Raises:
@@ -146,7 +146,7 @@ class TensorAxis:
             )
         return x.shape[-2] // self.size
 
-    def batch_axes(self, x: Array | QuantizedArray) -> sharding.Axes:
+    def batch_axes(self, x: Quantizable) -> sharding.Axes:
         """The mesh axes that split the first dimension of x, the batch.
 
         Explicit axes do where the type of x says so. Auto axes do where their devices divide it: what XLA does with
@@ -163,9 +163,7 @@ class TensorAxis:
                 axes, left = (*axes, axis), left // mesh.shape[axis]
         return axes
 
-    def dense_kernels(
-        self, kernels: Sequence[Array | QuantizedArray | AccumulatedKernel], x: Array | QuantizedArray
-    ) -> dict[str, Any]:
+    def dense_kernels(self, kernels: Sequence[Quantizable | AccumulatedKernel], x: Quantizable) -> dict[str, Any]:
         """`te_jax.layers.dense_kernels` of layers that read x.
 
         Where devices have parts of the batch, gradients are summed over these before they are added to those of other
@@ -175,7 +173,7 @@ class TensorAxis:
             kernels = [kernel.added() if isinstance(kernel, AccumulatedKernel) else kernel for kernel in kernels]
         return dense_kernels(kernels)
 
-    def stream_spec(self, x: Array | QuantizedArray) -> PartitionSpec:
+    def stream_spec(self, x: Quantizable) -> PartitionSpec:
         """The PartitionSpec of x [*batch, time, features], whose time is split.
 
         Raises:
@@ -203,7 +201,7 @@ class TensorAxis:
         """Inside `shard_map`: a key for random numbers of this device, from one that all devices have."""
         return jax.random.fold_in(key, lax.axis_index(self.name))
 
-    def specs(self, name: str, array: PyTree, spec: PartitionSpec) -> PyTree:
+    def specs(self, name: str, array: Any, spec: PartitionSpec) -> PyTree:
         """The specs of an array that may be quantized, from that of its values.
 
         Raises:

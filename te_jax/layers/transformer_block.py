@@ -12,7 +12,7 @@ from jax import Array
 from te_jax import sharding
 from te_jax.layers import norm
 from te_jax.layers.tensor_parallel import TensorAxis
-from te_jax.quantized import QuantizedArray
+from te_jax.quantized import Quantizable
 from te_jax.recipe import Recipe
 
 
@@ -38,9 +38,9 @@ class Recipes(NamedTuple):
 def apply(
     x: jax.typing.ArrayLike,
     attention_norm: Callable[..., Any],
-    attention: Callable[[Array | QuantizedArray], Array],
+    attention: Callable[[Quantizable], Array],
     mlp_norm: Callable[..., Any],
-    mlp: Callable[[Array | QuantizedArray], Array],
+    mlp: Callable[[Quantizable], Array],
     recipes: Recipes,
     tensor: TensorAxis | None,
 ) -> Array:
