@@ -43,7 +43,7 @@ class Fields:
       ignore: names that `finish` does not refuse; None for all.
     """
 
-    def __init__(self, given: dict[str, Any], path: Any, ignore: Collection[str] | None = ()):
+    def __init__(self, given: dict[str, Any], path: object, ignore: Collection[str] | None = ()):
         self._left = {name: value for name, value in given.items() if name not in UNUSED}
         self._given, self._path, self._ignore = given, path, ignore
 
@@ -69,7 +69,7 @@ class Fields:
             raise self.error(f"{name} is {shown(value)}: it must be of type {' or '.join(k.__name__ for k in kinds)}")
         return value
 
-    def expect(self, name: str, *values: Any) -> None:
+    def expect(self, name: str, *values: object) -> None:
         """Reads a field of which the decoder knows one value: the first of `values`, which it has where it is missing.
 
         Raises:
@@ -98,7 +98,7 @@ class Fields:
             )
 
 
-def read(given: dict[str, Any], path: Any, ignore: Collection[str] | None = ()) -> tuple[Family, DecoderConfig]:
+def read(given: dict[str, Any], path: object, ignore: Collection[str] | None = ()) -> tuple[Family, DecoderConfig]:
     """What a config.json says.
 
     Args:
@@ -152,7 +152,7 @@ def family_of(config: DecoderConfig) -> Family:
     raise ValueError(f"config is {config!r}, and none of {', '.join(FAMILIES)} has such models")
 
 
-def describe(family: Family, config: DecoderConfig) -> dict[str, Any]:
+def describe(family: Family, config: DecoderConfig) -> dict[str, object]:
     """The fields of a config.json."""
     activation = Activation.of(config.activation)
     names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -232,7 +232,7 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
         raise own.error(str(error)) from error
 
 
-def _describe_scaling(scaling: RopeScaling) -> dict[str, Any]:
+def _describe_scaling(scaling: RopeScaling) -> dict[str, object]:
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
     found = {"rope_type": scaling.kind, "factor": scaling.factor}
     found |= {name: getattr(scaling, name) for name in names.get(scaling.kind, ())}
@@ -275,12 +275,12 @@ def _windows(fields: Fields, used: bool = True) -> dict[str, Any]:
     return {"window": width if windows == (width,) * count else windows}
 
 
-def _describe_window(config: DecoderConfig) -> dict[str, Any]:
+def _describe_window(config: DecoderConfig) -> dict[str, object]:
     """The window of the first block; `family_of` finds out whether all have it."""
     return {"sliding_window": config.windows[0]}
 
 
-def _describe_windows(config: DecoderConfig) -> dict[str, Any]:
+def _describe_windows(config: DecoderConfig) -> dict[str, object]:
     widths = {width for width in config.windows if width is not None}
     if len(widths) > 1:
         raise AttributeError("blocks have several windows")
@@ -297,7 +297,7 @@ def _router(fields: Fields, *, count: tuple[str, ...], normalize: bool, biases: 
     return {"experts": experts}
 
 
-def _describe_router(config: DecoderConfig, count: str = "num_local_experts") -> dict[str, Any]:
+def _describe_router(config: DecoderConfig, count: str = "num_local_experts") -> dict[str, object]:
     experts = config.experts
     if experts is None:
         raise AttributeError("there are no experts")
@@ -317,7 +317,7 @@ def _llama(fields: Fields) -> dict[str, Any]:
     return {"attention_biases": ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()}
 
 
-def _describe_biases(config: DecoderConfig) -> dict[str, Any]:
+def _describe_biases(config: DecoderConfig) -> dict[str, object]:
     return {"attention_bias": bool(config.attention_biases)}
 
 
@@ -327,7 +327,7 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
     return {"attention_biases": _BIASES} | _windows(fields, used)
 
 
-def _describe_qwen(config: DecoderConfig) -> dict[str, Any]:
+def _describe_qwen(config: DecoderConfig) -> dict[str, object]:
     windows = _describe_windows(config)
     return windows | {"use_sliding_window": windows["sliding_window"] is not None}
 
@@ -359,7 +359,7 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     return _normalized(fields) | experts | window | {"mlp_size": fields.take("moe_intermediate_size", kind=int)}
 
 
-def _describe_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
+def _describe_qwen3_moe(config: DecoderConfig) -> dict[str, object]:
     experts = _describe_router(config, "num_experts")
     assert config.experts is not None
     more = {"moe_intermediate_size": config.mlp_size, "norm_topk_prob": config.experts.router.normalize}
@@ -381,7 +381,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     return found | experts | _windows(fields)
 
 
-def _describe_gpt_oss(config: DecoderConfig) -> dict[str, Any]:
+def _describe_gpt_oss(config: DecoderConfig) -> dict[str, object]:
     activation = Activation.of(config.activation)
     found = {"swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit, "attention_bias": True}
     return found | _describe_router(config) | _describe_windows(config)
@@ -455,7 +455,7 @@ def _one_by_one(where: str, names: dict[str, str]) -> Callable[[str, int, Expert
 def _of_gpt_oss(prefix: str, layer: int, experts: Experts) -> Iterator[Tensor]:
     del experts
 
-    def path(name: str) -> tuple[Any, ...]:
+    def path(name: str) -> tuple[str | int, ...]:
         return ("layers", layer, name)
 
     prefix += "mlp."
@@ -481,7 +481,7 @@ class Family(NamedTuple):
     model_type: str
     architecture: str
     read: Callable[[Fields], dict[str, Any]]
-    describe: Callable[[DecoderConfig], dict[str, Any]]
+    describe: Callable[[DecoderConfig], dict[str, object]]
     defaults: dict[str, Any] = {}  # noqa: RUF012, nobody writes to it
     experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
 

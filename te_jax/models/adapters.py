@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from te_jax.models.config import DecoderConfig
+from te_jax._core.types import PyTree
+from te_jax.models.config import DecoderConfig, Params
 from te_jax.quantized import QuantizedArray
 
 __all__ = ["join_adapters", "merge_adapters", "split_adapters"]
 
 
-def split_adapters(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_adapters(params: Params) -> tuple[Params, Params]:
     """The adapters of a decoder with `DecoderConfig.lora`, and all other parameters.
 
     Training differentiates with respect to the adapters alone, so that no product computes the gradient of a kernel:
@@ -40,13 +40,13 @@ def split_adapters(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return {"layers": adapters}, params | {"layers": frozen}
 
 
-def join_adapters(adapters: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
+def join_adapters(adapters: Params, frozen: Params) -> Params:
     """Parameters of which `split_adapters` made two parts."""
     layers = [of_layer | own for of_layer, own in zip(frozen["layers"], adapters["layers"], strict=True)]
     return frozen | {"layers": layers}
 
 
-def merge_adapters(config: DecoderConfig, params: dict[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
+def merge_adapters(config: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
     """The decoder without adapters that computes the same: kernel + scale · a · b, in the dtype of the kernel.
 
     Args:
@@ -77,7 +77,7 @@ def merge_adapters(config: DecoderConfig, params: dict[str, Any]) -> tuple[Decod
     return dataclasses.replace(config, lora=None), frozen | {"layers": layers}
 
 
-def refuse_quantized(params: Any) -> None:
+def refuse_quantized(params: PyTree) -> None:
     """Raises a ValueError if a parameter is quantized: its values are not those of the model."""
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray)):
         if isinstance(leaf, QuantizedArray):

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import native, ops
+from te_jax._core.types import PyTree
 from te_jax.layers import linear, mixture, norm, transformer_block
 from te_jax.layers.attention import rotate, split_heads
 from te_jax.layers.gated_mlp import gated_mlp
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.parallel import TensorParallel
+from te_jax.quantized import Quantizable
 from te_jax.recipe import DelayedScalingState
 from te_jax.reference.activation import Activation
 
@@ -40,7 +42,7 @@ class Block:
     columns of the MLP.
     """
 
-    params: dict[str, Any]  # arrays, QuantizedArrays, or what stands for these in `te_jax.layers.accumulate_gradients`
+    params: PyTree  # arrays, QuantizedArrays, or what stands for these in `te_jax.layers.accumulate_gradients`
     scaling_state: dict[str, DelayedScalingState] | None
     config: DecoderConfig
     parallel: TensorParallel | None
@@ -61,7 +63,7 @@ class Block:
         """
         config, balance = self.config, None
 
-        def attention(x: Any) -> Array:
+        def attention(x: Quantizable) -> Array:
             query, key, value = self._heads(x)
             if config.qk_norm:
                 query, key = self._norm("query_norm")(query, None), self._norm("key_norm")(key, None)
@@ -98,7 +100,7 @@ class Block:
         state = None if self.scaling_state is None else self.scaling_state[name]
         return linear.Layer(self.params[name], self.params.get(f"{name}_bias"), state)
 
-    def _heads(self, x: Any) -> tuple[Array, ...]:
+    def _heads(self, x: Quantizable) -> tuple[Array, ...]:
         """Query, key and value [batch, time, heads, head_dim]."""
         layers, heads = (self._layer("query"), self._layer("key"), self._layer("value")), self.config.heads
         if self._tensor is not None:
@@ -106,7 +108,7 @@ class Block:
         ys = self._from_stream(x, dict(zip(_QKV, layers, strict=True)), [math.prod(sizes) for sizes in heads.features])
         return tuple(y.reshape(*y.shape[:2], -1, heads.head_dim) for y in ys)
 
-    def _from_stream(self, x: Any, layers: dict[str, linear.Layer], features: Sequence[int]) -> tuple[Array, ...]:
+    def _from_stream(self, x: Quantizable, layers: dict[str, linear.Layer], features: Sequence[int]):
         """A norm's result [batch, time, D] times kernels: [batch, time, features] for each, by name."""
         products = [layer._replace(bias=None) for layer in layers.values()]
         ys = linear.linears(x, products, features=[(count,) for count in features], **self._arithmetic)
@@ -118,7 +120,7 @@ class Block:
         y = linear.scattered_linear(x, layer._replace(bias=None), axis=(2,), features=features, **self._arithmetic)
         return self._added(y, x, name, layer)
 
-    def _added(self, y: Array, x: Any, name: str, layer: linear.Layer) -> Array:
+    def _added(self, y: Array, x: Quantizable, name: str, layer: linear.Layer) -> Array:
         """y = x · kernel, and what the adapter of the kernel and the bias add."""
         if self._is_adapted(name):
             assert self.config.lora is not None
@@ -130,7 +132,7 @@ class Block:
     def _is_adapted(self, *names: str) -> bool:
         return self.config.lora is not None and not set(names).isdisjoint(self.config.lora.names)
 
-    def _dense_mlp(self, x: Any) -> Array:
+    def _dense_mlp(self, x: Quantizable) -> Array:
         activation = Activation.of(self.config.activation)
         gate, up, down = (self._layer(name) for name in MLP)
         if not self._is_adapted(*MLP):
@@ -162,15 +164,14 @@ class Block:
                 self.implementation,
             ),
         )
-        over: Any = {"token_axis": token_axes}
         chosen = result.routing.experts
         auxiliary = jnp.zeros((), jnp.float32)
         if experts.balance_weight:
-            balance = ops.load_balancing_loss(result.logits, chosen, score=experts.router.score, **over)
+            balance = ops.load_balancing_loss(result.logits, chosen, score=experts.router.score, token_axis=token_axes)
             auxiliary += experts.balance_weight * balance
         if experts.z_weight:
-            auxiliary += experts.z_weight * ops.router_z_loss(result.logits, **over)
-        counts = ops.expert_counts(chosen, experts.num_experts, **over).astype(jnp.float32)
+            auxiliary += experts.z_weight * ops.router_z_loss(result.logits, token_axis=token_axes)
+        counts = ops.expert_counts(chosen, experts.num_experts, token_axis=token_axes).astype(jnp.float32)
         return result.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
 
 

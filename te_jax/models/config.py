@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
+from te_jax._core.types import PyTree
 from te_jax.layers.attention import Heads, RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.layers.stack import Remat, check_remat
@@ -13,6 +14,9 @@ from te_jax.ops.attention import AttentionImplementation
 from te_jax.quantized import Facts, facts_of
 from te_jax.recipe import DelayedScaling, Product, ProductRecipes, Recipe
 from te_jax.reference.activation import Activation, ActivationName
+
+Params = dict[str, PyTree]
+"""The parameters of a decoder, as `te_jax.models.init` names them."""
 
 ATTENTION = ("query", "key", "value", "out")
 """The names of a block's kernels around attention."""
@@ -265,7 +269,7 @@ class DecoderConfig:
         object.__setattr__(self, "attention_biases", tuple(name for name in ATTENTION if name in biases))
 
     @staticmethod
-    def check(config: Any) -> None:
+    def check(config: object) -> None:
         """Raises a ValueError unless it is a DecoderConfig."""
         if not isinstance(config, DecoderConfig):
             raise ValueError(

@@ -27,28 +27,21 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
+from te_jax._core.types import PyTree
 from te_jax.layers import linear
 from te_jax.layers.attention import rotary_tables
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
 from te_jax.models.block import Balance, Block, rms_norm
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_facts
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.ops.linear.kernels import Requantize
 from te_jax.parallel import FSDP, ring_attention
 from te_jax.parallel.ring_attention import positions_here
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
-__all__ = [
-    "Losses",
-    "apply",
-    "init",
-    "init_scaling_state",
-    "loss",
-    "losses",
-    "requantize",
-]
+__all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
 
 _PROJECTIONS = (*ATTENTION, *MLP)
 
@@ -72,7 +65,7 @@ class Losses(NamedTuple):
     largest_load: jax.Array | None
 
 
-def init(config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
+def init(config: DecoderConfig, key: jax.Array) -> Params:
     """Random parameters.
 
     Kernels are normal with variance 1 / fan_in, and 1 / (2 · num_layers · fan_in) for the two projections of a block
@@ -152,7 +145,7 @@ def init_scaling_state(config: DecoderConfig) -> ScalingState | None:
 
 def requantize(
     config: DecoderConfig, *, parallel: TensorParallel | None = None, implementation: Implementation | None = None
-) -> Any:
+) -> PyTree:
     """Which kernels `te_jax.optim.apply_updates` quantizes for the next step, and how.
 
     A step then quantizes each kernel once, however many microbatches it has:
@@ -192,7 +185,7 @@ def requantize(
 
 
 def apply(
-    params: dict[str, Any],
+    params: Params,
     tokens: jax.Array,
     config: DecoderConfig,
     scaling_state: ScalingState | None = None,
@@ -225,14 +218,14 @@ def apply(
 
     def logits(x: jax.Array, head: Any) -> jax.Array:
         layer, options = linear.Layer(head, None, None), linear.Options(None, None, implementation)
-        of: Any = {"features": ((config.vocab_size,),), "dtype": config.dtype, "options": options}
-        return linear.linears(x, (layer,), tensor=None if parallel is None else parallel.tensor, **of)[0]
+        features, tensor = ((config.vocab_size,),), None if parallel is None else parallel.tensor
+        return linear.linears(x, (layer,), features=features, dtype=config.dtype, options=options, tensor=tensor)[0]
 
     return _run(params, tokens, config, scaling_state, segment_ids, parallel, implementation, logits)[0]
 
 
 def loss(
-    params: dict[str, Any],
+    params: Params,
     tokens: jax.Array,
     targets: jax.Array,
     config: DecoderConfig,
@@ -268,12 +261,12 @@ def loss(
       ValueError: `tokens` or `targets` is not an integer array of two dimensions, or is empty, or their shapes differ;
         or for what `apply` refuses.
     """
-    options: Any = {"segment_ids": segment_ids, "parallel": parallel, "implementation": implementation}
-    return losses(params, tokens, targets, config, scaling_state, **options).objective
+    run = functools.partial(losses, segment_ids=segment_ids, parallel=parallel, implementation=implementation)
+    return run(params, tokens, targets, config, scaling_state).objective
 
 
 def losses(
-    params: dict[str, Any],
+    params: Params,
     tokens: jax.Array,
     targets: jax.Array,
     config: DecoderConfig,
@@ -324,7 +317,7 @@ def losses(
 
 
 def _run(
-    params: dict[str, Any],
+    params: Params,
     tokens: jax.Array,
     config: DecoderConfig,
     scaling_state: ScalingState | None,
@@ -349,7 +342,7 @@ def _run(
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def block(
-        window: int | None, carried: tuple[jax.Array, Balance | None], layer_and_state: Any
+        window: int | None, carried: tuple[jax.Array, Balance | None], layer_and_state: tuple[PyTree, PyTree]
     ) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
@@ -367,7 +360,7 @@ def _run(
         x, own = Block(layer, state, config, parallel, implementation)(x, rotary, attend)
         return x, _together(balance, own)
 
-    def ending(carried: tuple[jax.Array, Balance | None], last: dict[str, Any]) -> tuple[jax.Array, Balance | None]:
+    def ending(carried: tuple[jax.Array, Balance | None], last: Params) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         x = rms_norm(last["final_norm"], config, implementation)(x, None)
         return of_head(x, last["head"]), balance
@@ -411,9 +404,7 @@ def _bound(
         how = (requantize(config, parallel=parallel, implementation=implementation)["layers"][0], None)
     last = {"final_norm": specs["final_norm"], "head": head_spec(parallel)}
     return dataclasses.replace(
-        fsdp,
-        specs=[*[(loop_specs(config, parallel), of_state)] * count, last],
-        quantize=[*[how] * count, None],
+        fsdp, specs=[*[(loop_specs(config, parallel), of_state)] * count, last], quantize=[*[how] * count, None]
     )
 
 
@@ -424,7 +415,7 @@ def _together(first: Balance | None, second: Balance | None) -> Balance | None:
     return Balance(first.auxiliary + second.auxiliary, jnp.maximum(first.largest_load, second.largest_load))
 
 
-def is_head(path: tuple[Any, ...], leaf: Any) -> bool:
+def is_head(path: jax.tree_util.KeyPath, leaf: object) -> bool:
     """Whether a parameter is the output head, whose gradient `loss` adds in place where `accumulate_gradients` asks.
 
     Args:
@@ -449,6 +440,6 @@ def check_tokens(name: str, tokens: jax.Array) -> None:
         raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
 
 
-def head_of(params: dict[str, Any], config: DecoderConfig, parallel: TensorParallel | None = None) -> Any:
+def head_of(params: Params, config: DecoderConfig, parallel: TensorParallel | None = None) -> Any:
     """The kernel of the output head [D, V], or this device's part of it."""
     return tensor_parallel.tied_head(params["embedding"], parallel) if config.tied_head else params["head"]

@@ -15,10 +15,11 @@ from jax.core import Tracer
 
 from te_jax import ops, sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
+from te_jax._core.types import PyTree
 from te_jax.layers.attention import Cache, attend_cached, rotary_tables
 from te_jax.models import tensor_parallel
 from te_jax.models.block import Block, rms_norm
-from te_jax.models.config import DecoderConfig, kernel_facts
+from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.decoder import Implementation, check_tokens, head_of, requantize
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray
@@ -28,7 +29,7 @@ __all__ = ["generate"]
 
 
 def generate(
-    params: dict[str, Any],
+    params: Params,
     tokens: jax.typing.ArrayLike,
     config: DecoderConfig,
     *,
@@ -121,7 +122,7 @@ def generate(
     )
 
 
-def _check_values(tokens: Any, prompt: Array, vocab_size: int) -> None:
+def _check_values(tokens: object, prompt: Array, vocab_size: int) -> None:
     """Refuses tokens that the embedding does not have, if their values are known in this process."""
     if isinstance(prompt, Tracer) or not prompt.is_fully_addressable:
         return
@@ -136,7 +137,7 @@ def _check_values(tokens: Any, prompt: Array, vocab_size: int) -> None:
 
 @functools.partial(jax.jit, static_argnames=("config", "count", "draws", "stop", "implementation"))
 def _generate(
-    params: dict[str, Any],
+    params: Params,
     prompt: Array,
     key: Array,
     temperature: Array,
@@ -160,11 +161,11 @@ def _generate(
     def ends(tokens: Array) -> Array:
         return jnp.isin(tokens, jnp.array(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
 
-    def unfinished(carried: tuple[Any, ...]) -> Array:
+    def unfinished(carried: tuple[PyTree, ...]) -> Array:
         _, done, *_, ended = carried
         return (done < count) & ~jnp.all(ended)
 
-    def step(carried: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(carried: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         found, done, token, caches, ended = carried
         logits, caches = _run(params, token[:, None], caches, config, implementation)
         token = jnp.where(ended, token, chosen(logits, done))
@@ -178,22 +179,16 @@ def _generate(
     return jnp.where(jnp.arange(count) < done, found, token[:, None])
 
 
-def _quantized_once(
-    params: dict[str, Any], config: DecoderConfig, implementation: Implementation | None
-) -> dict[str, Any]:
+def _quantized_once(params: Params, config: DecoderConfig, implementation: Implementation | None) -> Params:
     """Parameters whose kernels are in FP8, once for all tokens, as far as one recipe says how."""
     if kernel_facts(config).is_plain:
         return params
 
-    def once(how: Requantize | None, kernel: Any) -> Any:
+    def once(how: Requantize | None, kernel: Array | QuantizedArray) -> Array | QuantizedArray:
         if how is None or isinstance(kernel, QuantizedArray):
             return kernel
         both = quantize_kernel(
-            kernel,
-            how.recipe,
-            row_ndim=how.row_ndim,
-            stacked_ndim=how.stacked_ndim,
-            implementation=how.implementation,
+            kernel, how.recipe, row_ndim=how.row_ndim, stacked_ndim=how.stacked_ndim, implementation=how.implementation
         )
         # No gradient asks for the other copy. Behind the barrier no loop can quantize once more.
         return lax.optimization_barrier(dataclasses.replace(both, data=None, scale_inv=None))
@@ -218,7 +213,7 @@ def _drawn(logits: Array, temperature: Array, top_p: Array, key: Array) -> Array
 
 
 def _run(
-    params: dict[str, Any],
+    params: Params,
     tokens: Array,
     caches: list[Cache],
     config: DecoderConfig,

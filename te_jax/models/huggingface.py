@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from te_jax._core.types import PyTree
 from te_jax.models import _hf_families as families
 from te_jax.models import adapters, decoder
 from te_jax.models._hf_families import Tensor
-from te_jax.models.config import DecoderConfig
+from te_jax.models.config import DecoderConfig, Params
 from te_jax.models.safetensors import (
     FolderError,
     Tensors,
@@ -74,10 +75,10 @@ def from_hf(
     folder: str | Path,
     *,
     param_dtype: jax.typing.DTypeLike = jnp.float32,
-    shardings: Callable[[DecoderConfig], Any] | None = None,
+    shardings: Callable[[DecoderConfig], PyTree] | None = None,
     ignore: Collection[str] = (),
     **changes: Any,
-) -> tuple[DecoderConfig, dict[str, Any]]:
+) -> tuple[DecoderConfig, Params]:
     """A model of Hugging Face: the decoder's shape and its parameters.
 
         config, params = te_jax.models.from_hf("Llama-3.2-1B", dtype="bfloat16", recipe=te_jax.recipe.BlockScaling())
@@ -130,7 +131,7 @@ def from_hf(
     if config.lora is None:
         return config, params
 
-    def drawn() -> dict[str, Any]:
+    def drawn() -> Params:
         return adapters.split_adapters(decoder.init(config, jax.random.key(0)))[0]
 
     return config, adapters.join_adapters(jax.jit(drawn, out_shardings=of_adapters)(), params)
@@ -139,7 +140,7 @@ def from_hf(
 def to_hf(
     folder: str | Path,
     config: DecoderConfig,
-    params: dict[str, Any],
+    params: Params,
     *,
     like: str | Path | None = None,
     dtype: jax.typing.DTypeLike | None = None,
@@ -225,7 +226,7 @@ def _as_in_file(params: tuple[jax.Array, ...], form: str, dtype: np.dtype) -> ja
     return arrays[0].T if form == "transposed" else arrays[0]
 
 
-def _arrays(params: Any, tensors: Collection[Tensor], config: DecoderConfig) -> dict[tuple[Any, ...], Any]:
+def _arrays(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig) -> dict[tuple[Any, ...], Any]:
     """The parameters that tensors hold, by their paths.
 
     Raises:
@@ -347,7 +348,7 @@ def _file_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if tensor.form == "transposed" else shape
 
 
-def _at(params: Any, path: Sequence[Any]) -> Any:
+def _at(params: PyTree, path: Sequence[Any]) -> Any:
     return functools.reduce(lambda tree, entry: tree[entry], path, params)
 
 

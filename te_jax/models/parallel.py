@@ -29,7 +29,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from te_jax._core.arguments import is_whole_number
-from te_jax._core.types import BLOCK, FP8_ALIGNMENT
+from te_jax._core.types import BLOCK, FP8_ALIGNMENT, PyTree
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.models.config import MLP, DecoderConfig, kernel_facts
@@ -159,7 +159,7 @@ class TensorParallel:
             )
 
 
-def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, Any]:
+def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, PyTree]:
     """How the parameters of a decoder lie on a mesh.
 
     Args:
@@ -261,7 +261,7 @@ def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> 
     return None
 
 
-def operand_specs(specs: Any, operands: Any) -> Any:
+def operand_specs(specs: PyTree, operands: PyTree) -> PyTree:
     """The specs of what the decoder reads, from those of its parameters.
 
     Args:
@@ -273,7 +273,7 @@ def operand_specs(specs: Any, operands: Any) -> Any:
       A tree like the operands, with a PartitionSpec for every array; fields that are None stay None.
     """
 
-    def of(value: Any, spec: PartitionSpec) -> Any:
+    def of(value: Any, spec: PartitionSpec) -> PyTree:
         if isinstance(value, AccumulatedKernel):
             return dataclasses.replace(value, kernel=of(value.kernel, spec), gradient=spec, uses=PartitionSpec())
         return quantized_specs(value, spec) if isinstance(value, QuantizedArray) else spec

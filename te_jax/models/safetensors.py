@@ -277,7 +277,7 @@ def _entries(path: Path, header: dict[str, Any], data_begin: int) -> Mapping[str
     return entries
 
 
-def _entry(tensor: str, entry: Any, data_begin: int) -> _Entry:
+def _entry(tensor: str, entry: object, data_begin: int) -> _Entry:
     match entry:
         case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [begin, end], **rest} if not rest:
             numbers = [*shape, begin, end]
@@ -367,7 +367,7 @@ def quoted(*names: str) -> str:
     return ", ".join(map(shown, sorted(names)[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A name or a value of a stranger's file, for an error: in one line that is not long, without escape sequences."""
     text = repr(f"{value[:100]}…" if isinstance(value, str) and len(value) > 100 else value)
     return text if len(text) <= 200 else f"{text[:199]}…"
@@ -391,7 +391,7 @@ def _split(types: Mapping[str, jax.ShapeDtypeStruct], most_bytes: int) -> list[d
 def _write_file(path: Path, types: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]) -> None:
     # Larger elements first, so that all are aligned.
     types = dict(sorted(types.items(), key=lambda item: -item[1].dtype.itemsize))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers does not read it
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without which transformers does not read it
     position = 0
     for name, tensor in types.items():
         offsets = [position, position := position + _num_bytes(tensor)]

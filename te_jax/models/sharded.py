@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from te_jax import sharding
+from te_jax._core.types import PyTree
 from te_jax.models import decoder
-from te_jax.models.config import DecoderConfig
+from te_jax.models.config import DecoderConfig, Params
 from te_jax.models.decoder import Implementation, ScalingState
 from te_jax.models.parallel import TensorParallel, operand_specs, param_specs
 
@@ -38,13 +39,13 @@ def parallel_apply(
     parallel, specs, of_tokens = _specs(mesh, config, parallel)
     options: Any = {"parallel": parallel, "implementation": implementation}
 
-    def local(params: dict[str, Any], tokens: jax.Array, scaling_state: Any, segment_ids: Any) -> jax.Array:
+    def local(params: Params, tokens: jax.Array, scaling_state: PyTree, segment_ids: jax.Array | None) -> jax.Array:
         return decoder.apply(params, tokens, config, scaling_state, segment_ids=segment_ids, **options)
 
     logits = PartitionSpec(*of_tokens, parallel.axis_name)
 
     def whole(
-        params: dict[str, Any],
+        params: Params,
         tokens: jax.Array,
         scaling_state: ScalingState | None = None,
         segment_ids: jax.Array | None = None,
@@ -81,7 +82,7 @@ def parallel_loss(
     losses = parallel_losses(mesh, config, parallel, implementation=implementation)
 
     def whole(
-        params: dict[str, Any],
+        params: Params,
         tokens: jax.Array,
         targets: jax.Array,
         scaling_state: ScalingState | None = None,
@@ -111,12 +112,12 @@ def parallel_losses(
     options: Any = {"parallel": parallel, "implementation": implementation}
 
     def local(
-        params: dict[str, Any], tokens: jax.Array, targets: jax.Array, scaling_state: Any, segment_ids: Any
+        params: Params, tokens: jax.Array, targets: jax.Array, scaling_state: PyTree, segment_ids: jax.Array | None
     ) -> decoder.Losses:
         return decoder.losses(params, tokens, targets, config, scaling_state, segment_ids=segment_ids, **options)
 
     def whole(
-        params: dict[str, Any],
+        params: Params,
         tokens: jax.Array,
         targets: jax.Array,
         scaling_state: ScalingState | None = None,
@@ -129,9 +130,7 @@ def parallel_losses(
     return jax.jit(whole)
 
 
-def _specs(
-    mesh: Mesh, config: DecoderConfig, parallel: TensorParallel
-) -> tuple[TensorParallel, dict[str, Any], PartitionSpec]:
+def _specs(mesh: Mesh, config: DecoderConfig, parallel: TensorParallel) -> tuple[TensorParallel, Params, PartitionSpec]:
     """`parallel` without axes of one device, over which JAX would take gradients to differ; the specs of parameters and
     of tokens."""
     missing = [name for name in (parallel.axis_name, *parallel.batch_axes) if name not in mesh.shape]

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from te_jax import sharding
 from te_jax.layers.microbatches import AccumulatedKernel
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, kernel_facts
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
 from te_jax.models.parallel import TensorParallel, loop_specs
 from te_jax.reference.softmax_cross_entropy import equals
 
@@ -20,7 +20,7 @@ _TIME_AXIS = 1
 _NO_TARGET = -100  # `ignore_index` of `te_jax.ops.softmax_cross_entropy`
 
 
-def enter(params: dict[str, Any], tokens: Array, config: DecoderConfig, parallel: TensorParallel) -> dict[str, Any]:
+def enter(params: Params, tokens: Array, config: DecoderConfig, parallel: TensorParallel) -> Params:
     """This device's parameters, such that gradients of what all devices have are summed once.
 
     Raises:
