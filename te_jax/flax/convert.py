@@ -22,6 +22,7 @@ from flax.linen.transforms import lift_direct_transform
 from jax import Array
 
 from te_jax import native
+from te_jax._core.types import PyTree
 from te_jax.flax import linear as modules
 from te_jax.layers import convert as conversion
 from te_jax.layers import linear
@@ -149,7 +150,7 @@ class _Log:
         self.layers: dict[tuple[str, str], conversion.Layer] = {}
         self.of_shape: dict[tuple[str, str], Callable[..., conversion.Layer]] = {}
 
-    def complete(self, params: Any) -> None:
+    def complete(self, params: PyTree) -> None:
         """Counts whole kernels: `nn.scan` and `nn.vmap` show a layer its part of them."""
         for (path, name), row in self.of_shape.items():
             whole = modules.unboxed(_at(params, "/".join(filter(None, (path, name or "kernel")))))
@@ -358,7 +359,7 @@ def _conversion_of(module: nn.Module) -> _Conversion | None:
 
 
 @functools.cache
-def _converted_class(base: type[nn.Module]) -> type[Any]:
+def _converted_class(base: type[nn.Module]) -> type:
     """A subclass whose methods run with the calls of layers intercepted, however they are reached."""
 
     metaclass: Any = conversion.metaclass_for_pickle(type(base), _converted_class)
@@ -461,7 +462,7 @@ def _with_products(function: Callable[..., Any], scope: Any, *, options: dict[st
     return lift.pack(inner, (True,), (DenyList("params"),), (True,), name="te_jax")(scope)
 
 
-def _at(params: Any, name: str) -> Any:
+def _at(params: PyTree, name: str) -> Any:
     """The value of a parameter by its path, or None."""
     for key in name.split("/"):
         params = params.get(key) if isinstance(params, Mapping) else None

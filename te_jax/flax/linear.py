@@ -17,11 +17,12 @@ from jax import Array
 from jax.sharding import AxisType
 
 from te_jax import native
+from te_jax._core.types import PyTree
 from te_jax.layers import delayed_scaling, linear, microbatches
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
-from te_jax.sharding import current_mesh
+from te_jax.sharding import AxisName, current_mesh
 
 Initializer = Callable[..., Any]
 
@@ -196,11 +197,11 @@ class DotGeneral(nn.Module):
         self,
         lhs: Array,
         rhs: Array,
-        dimension_numbers: Any,
-        precision: Any = None,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        out_sharding: Any = None,
-        **kwargs: Any,
+        out_sharding: linear.OutSharding = None,
+        **kwargs: object,
     ) -> Array:
         """The product [*other dimensions of lhs, *other dimensions of rhs].
 
@@ -337,7 +338,7 @@ def scaling_state(module: nn.Module, recipe: Recipe | None, kernel: str | None =
     return delayed_scaling.scaling_state(values if kernel is None else values[kernel])
 
 
-def unboxed(x: Any) -> Any:
+def unboxed(x: PyTree) -> PyTree:
     """The value of a box with names of axes, without the sharding constraint that Flax applies elsewhere."""
     if isinstance(x, meta.Partitioned):
         return x.unbox(apply_constraint=False)
@@ -356,7 +357,7 @@ def reshaped(init: Initializer, drawn_shape: tuple[int, ...]) -> Initializer:
     return init_of
 
 
-def split_over(tensor_axis: Any, init: Initializer, *dimensions: Any) -> Initializer:
+def split_over(tensor_axis: AxisName | None, init: Initializer, *dimensions: Any) -> Initializer:
     """An initializer of a parameter whose dimensions are split over these mesh axes, unless it names them itself."""
     if tensor_axis is None:
         return init

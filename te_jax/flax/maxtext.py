@@ -138,10 +138,10 @@ class DotGeneral(linear.DotGeneral):
         self,
         lhs: Array,
         rhs: Array,
-        dimension_numbers: Any,
-        precision: Any = None,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        out_sharding: Any = None,
+        out_sharding: layers.OutSharding = None,
         **kwargs: Any,
     ) -> Array:
         """The product, as `te_jax.flax.DotGeneral` returns it."""

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
 from flax import serialization
 from flax.core import meta
 
+from te_jax._core.types import PyTree
 from te_jax.flax.convert import options_in_call
 from te_jax.flax.linear import Einsum, unboxed
 from te_jax.layers import linear, microbatches
 from te_jax.ops.linear.kernels import Requantize
 from te_jax.quantized import QuantizedArray
 
-Variables = Any
+Variables = PyTree
 """A nest of dicts with arrays, as `flax.linen.Module.init` returns it."""
 
 # nn.jit must trace again: a cached trace would not report its layers.
 _traced_anew = jax.make_user_context()
 
 
-def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
+def quantize_kernels(model: nn.Module, variables: Variables, *args: object, **kwargs: object) -> Variables:
     """Quantizes the kernels of te_jax's layers, and of converted ones, once for several microbatches.
 
     Each becomes a `te_jax.quantized.QuantizedArray`, as its layer's recipe says. Kernels of layers with recipe=None and
@@ -48,7 +48,7 @@ def quantize_kernels(model: nn.Module, variables: Variables, *args: Any, **kwarg
     return _map_kernels(linear.quantize_kernel, lambda value: value, model, variables, args, kwargs)
 
 
-def requantize(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
+def requantize(model: nn.Module, variables: Variables, *args: object, **kwargs: object) -> Variables:
     """How the kernels of te_jax's layers are quantized, for `te_jax.parallel.FSDP` and `te_jax.optim.apply_updates`.
 
     Args:
@@ -62,7 +62,7 @@ def requantize(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any
       ValueError: what `quantize_kernels` refuses.
     """
 
-    def how(value: Any, row_ndim: int, col_ndim: int, options: linear.Options) -> Requantize:
+    def how(value: jax.Array, row_ndim: int, col_ndim: int, options: linear.Options) -> Requantize:
         assert options.recipe is not None
         return Requantize(options.recipe, row_ndim, value.ndim - row_ndim - col_ndim, options.implementation)
 
@@ -70,12 +70,12 @@ def requantize(model: nn.Module, variables: Variables, *args: Any, **kwargs: Any
 
 
 def _map_kernels(
-    of_kernel: Callable[..., Any],
-    of_other: Callable[[Any], Any],
+    of_kernel: Callable[..., PyTree],
+    of_other: Callable[[jax.Array], PyTree],
     model: nn.Module,
     variables: Variables,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
 ) -> Variables:
     """of_kernel(kernel, its numbers of dimensions, options of its layer) where a layer has a recipe, else of_other."""
     if not isinstance(model, nn.Module):
@@ -92,14 +92,14 @@ def _map_kernels(
     leaves, structure = jax.tree.flatten(args)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
 
-    def apply(variables: Variables, arrays: dict[int, Any]):
+    def apply(variables: Variables, arrays: dict[int, jax.Array]):
         given = structure.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         return model.apply(variables, *given, **kwargs)
 
     with nn.intercept_methods(note), _traced_anew(object()):
         jax.eval_shape(apply, variables, arrays)
 
-    def quantized(path: tuple[Any, ...], value: Any):
+    def quantized(path: jax.tree_util.KeyPath, value: jax.Array):
         keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
         if keys[:1] != ("params",) or keys[-1] != "kernel" or keys[1:-1] not in layers:
             return of_other(value)
@@ -114,7 +114,7 @@ def _map_kernels(
     return jax.tree.map_with_path(quantized, _unboxed(variables), is_leaf=_is_quantized)
 
 
-def _kernel_ndims(module: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+def _kernel_ndims(module: nn.Module, shape: tuple[int, ...]) -> tuple[int, int]:
     """How many dimensions the rows and the columns of a layer's quantized kernel have."""
     if isinstance(module, Einsum | nn.Einsum):
         return linear.Einsum.parse(module.einsum_str, shape).kernel_ndims
@@ -135,19 +135,19 @@ def merge_gradients(first: Variables, second: Variables) -> Variables:
     return jax.tree.map_with_path(microbatches.merged, first, second)
 
 
-def _is_quantized(x: Any) -> bool:
+def _is_quantized(x: object) -> bool:
     return isinstance(x, QuantizedArray)
 
 
-def _unboxed(tree: Any) -> Any:
+def _unboxed(tree: PyTree) -> PyTree:
     return jax.tree.map(unboxed, tree, is_leaf=lambda x: isinstance(x, (meta.AxisMetadata, QuantizedArray)))
 
 
-def _to_state_dict(kernel: QuantizedArray) -> dict[str, Any]:
+def _to_state_dict(kernel: QuantizedArray) -> dict[str, jax.Array]:
     return {path[0].name: leaf for path, leaf in jax.tree.leaves_with_path(kernel)}
 
 
-def _from_state_dict(kernel: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+def _from_state_dict(kernel: QuantizedArray, state: dict[str, jax.Array]) -> QuantizedArray:
     names = sorted(_to_state_dict(kernel))
     if sorted(state) != names:
         raise ValueError(

@@ -125,12 +125,7 @@ class MoE(nn.Module):
         out_features = features if self.out_features is None else self.out_features
         quantized: Any = {"recipe": self.recipe, "implementation": self.implementation}
         activation = Activation.of(self.activation)
-        layer: Any = {
-            "use_bias": self.use_bias,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            **quantized,
-        }
+        layer: Any = {"use_bias": self.use_bias, "dtype": self.dtype, "param_dtype": self.param_dtype, **quantized}
         wide: Any = {
             "kernel_init": split_over(split, mixture.for_each_expert(self.kernel_init), split, None, None),
             "bias_init": split_over(split, mixture.for_each_expert(self.bias_init), split, None),

@@ -15,6 +15,7 @@ from te_jax.flax.linear import DenseGeneral, Initializer, layer_options, reshape
 from te_jax.layers import linear, norm, tensor_parallel
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.recipe import Quantization, Recipe
+from te_jax.reference.activation import Activation, ActivationName
 
 
 class RMSNorm(nn.Module):
@@ -158,7 +159,7 @@ class NormLinear(nn.Module):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     recipe: Recipe | None = None
-    activation: Any = None
+    activation: Activation | ActivationName | None = None
     state_axis: str | tuple[str, ...] | None = None
     implementation: native.Implementation | None = None
 
@@ -194,11 +195,4 @@ class NormLinear(nn.Module):
         return y if residual is None else (y, total)
 
 
-_OF_LAYER = (
-    "use_bias",
-    "kernel_init",
-    "bias_init",
-    "recipe",
-    "activation",
-    "state_axis",
-)
+_OF_LAYER = ("use_bias", "kernel_init", "bias_init", "recipe", "activation", "state_axis")
