@@ -122,9 +122,9 @@ class Attention(nnx.Module):
             **shared,
         )
         self.dropout: nnx.Dropout | None = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else nnx.data(None)
-        self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
-        self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
-        self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
+        self.cached_key: nnx.Cache | None = nnx.data(None)
+        self.cached_value: nnx.Cache | None = nnx.data(None)
+        self.cache_index: nnx.Cache | None = nnx.data(None)
 
     def __call__(
         self,
@@ -137,7 +137,7 @@ class Attention(nnx.Module):
         decode: bool | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
-        out_sharding: Any = None,
+        out_sharding: linear.OutSharding = None,
     ) -> Array:
         """Applies the layer.
 
@@ -193,7 +193,7 @@ class Attention(nnx.Module):
         y = self.out(mixed, out_sharding) if tensor is None else self._scattered(mixed, tensor, out_sharding)
         return apply_dropout(self.dropout, y, tensor, deterministic, rngs)
 
-    def _scattered(self, mixed: Array, tensor: TensorAxis, out_sharding: Any) -> Array:
+    def _scattered(self, mixed: Array, tensor: TensorAxis, out_sharding: linear.OutSharding) -> Array:
         features = linear.as_tuple(self.out.out_features)
         options: Any = {"dtype": self.dtype, "options": self.out.options, "tensor": tensor}
         y = linear.scattered_linear(mixed, self.out.held(), axis=(2, 3), features=features, **options)
@@ -212,7 +212,7 @@ class Attention(nnx.Module):
             nnx.Cache, attention.Cache.empty(batch, length, self.heads, dtype)
         )
 
-    def _cache(self) -> tuple[nnx.Cache[Any], nnx.Cache[Any], nnx.Cache[Any]]:
+    def _cache(self) -> tuple[nnx.Cache, nnx.Cache, nnx.Cache]:
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("decode is True, and there is no cache: call init_cache(batch, length) first")
         return self.cached_key, self.cached_value, self.cache_index

@@ -35,7 +35,7 @@ _STACKED = "stacked along another dimension than the first, where DelayedScaling
 
 
 def convert(
-    model: Any,
+    model: nnx.Module,
     recipe: Recipe | None,
     *,
     rules: conversion.Rules = (),
@@ -138,7 +138,7 @@ def convert(
     return conversion.report(rows, rules)
 
 
-def revert(model: Any) -> None:
+def revert(model: nnx.Module) -> None:
     """Restores all layers of a model to their classes and recipes before `convert`, in place and without state.
 
     Variables stay the same objects. Layers that `convert` did not change stay as they are.
@@ -185,7 +185,7 @@ def _layer_class(module: nnx.Module) -> type[nnx.Module]:
     return type(module) if before is None else before.layer
 
 
-def _modules(model: Any) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
+def _modules(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     """Every module once, with all its paths."""
     nodes = nnx.iter_graph(model, graph=True) if nnx.graph.is_node(model) else ()
     modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
@@ -218,7 +218,7 @@ class _OwnCall(nnx.Module):
     te_jax_converted: _Converted
     te_jax_states: nnx.Dict[Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         options = {
             name: KernelOptions(options, scaling_state(self.te_jax_states.get(name), options.recipe))
             for name, options in self.te_jax_converted.options
@@ -232,7 +232,7 @@ class _FlaxLayer(nnx.Module):
 
     options: linear.Options
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if hasattr(self, "qwix_path"):
             options = KernelOptions(self.options, scaling_state(self, self.options.recipe))
             return _call_with_products(self, {"kernel": options}, args, kwargs)
@@ -344,7 +344,7 @@ def _is_linear(module: nnx.Module) -> bool:
     return issubclass(_layer_class(module), (*_OURS, LinearGeneral, Einsum)) and hasattr(module, "kernel")
 
 
-def _own_variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable[Any]]]:
+def _own_variables(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable]]:
     """The variables of a module, with their paths in it, without those of modules in it."""
     for name, value in vars(module).items():
         leaves = jax.tree.leaves_with_path(value, is_leaf=lambda leaf: isinstance(leaf, nnx.Module | nnx.Variable))
@@ -549,9 +549,4 @@ def _converted_class(layer: type[nnx.Module]) -> type[nnx.Module]:
     metaclass = conversion.metaclass_for_pickle(type(layer), _converted_class)
     named = _OURS.get(layer, layer)
     names = {"__module__": named.__module__, "__qualname__": named.__qualname__}
-    return types.new_class(
-        layer.__name__,
-        bases,
-        {"metaclass": metaclass},
-        lambda body: body.update(names),
-    )
+    return types.new_class(layer.__name__, bases, {"metaclass": metaclass}, lambda body: body.update(names))

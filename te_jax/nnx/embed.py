@@ -48,7 +48,7 @@ class Embed(nnx.Module):
         self.num_embeddings, self.features, self.dtype = num_embeddings, features, dtype
         self.options = linear.Options(recipe, None, implementation)
         table = embedding_init(rngs.params(), (num_embeddings, features), param_dtype)
-        self.embedding: nnx.Param[Any] = nnx.Param(table, **(embedding_metadata or {}))
+        self.embedding: nnx.Param = nnx.Param(table, **(embedding_metadata or {}))
 
     def __call__(self, inputs: jax.typing.ArrayLike) -> Array:
         """The vectors [*inputs' shape, features] of integers in [0, num_embeddings).

@@ -18,7 +18,7 @@ from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.nnx.variables import OverwriteWithGradient
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Recipe
-from te_jax.sharding import axes_of_entry, current_mesh
+from te_jax.sharding import AxisName, axes_of_entry, current_mesh
 
 Initializer = Callable[..., Any]
 
@@ -85,8 +85,8 @@ class LinearGeneral(nnx.Module):
 
         matrix = (math.prod(rows), math.prod(cols))
         kernel = _reshaped(kernel_init(rngs.params(), matrix, param_dtype), (*rows, *cols))
-        self.kernel: nnx.Variable[Any] = nnx.Param(kernel, **(kernel_metadata or {}))
-        self.bias: nnx.Param[Any] | None
+        self.kernel: nnx.Variable = nnx.Param(kernel, **(kernel_metadata or {}))
+        self.bias: nnx.Param | None
         if use_bias:
             bias = _reshaped(bias_init(rngs.params(), matrix[1:], param_dtype), cols)
             self.bias = nnx.Param(bias, **(bias_metadata or {}))
@@ -94,7 +94,7 @@ class LinearGeneral(nnx.Module):
             self.bias = nnx.data(None)
         _add_scaling_state(self, recipe)
 
-    def __call__(self, inputs: jax.typing.ArrayLike | QuantizedArray, out_sharding: Any = None) -> Array:
+    def __call__(self, inputs: jax.typing.ArrayLike | QuantizedArray, out_sharding: linear.OutSharding = None) -> Array:
         """Applies the layer.
 
         Args:
@@ -186,14 +186,19 @@ class Einsum(nnx.Module):
         self.param_dtype = param_dtype
         self.options = linear.Options(recipe, state_axis, implementation)
         kernel = kernel_init(rngs.params(), self.kernel_shape, param_dtype)
-        self.kernel: nnx.Variable[Any] = nnx.Param(kernel, **(kernel_metadata or {}))
-        self.bias: nnx.Param[Any] | None = nnx.data(None)
+        self.kernel: nnx.Variable = nnx.Param(kernel, **(kernel_metadata or {}))
+        self.bias: nnx.Param | None = nnx.data(None)
         if self.bias_shape is not None:
             bias = bias_init(rngs.params(), self.bias_shape, param_dtype)
             self.bias = nnx.Param(bias, **(bias_metadata or {}))
         _add_scaling_state(self, recipe)
 
-    def __call__(self, inputs: jax.typing.ArrayLike, einsum_str: str | None = None, out_sharding: Any = None) -> Array:
+    def __call__(
+        self,
+        inputs: jax.typing.ArrayLike,
+        einsum_str: str | None = None,
+        out_sharding: linear.OutSharding = None,
+    ) -> Array:
         """Applies the layer.
 
         Args:
@@ -249,11 +254,11 @@ class DotGeneral(nnx.Module):
         self,
         lhs: Array,
         rhs: Array,
-        dimension_numbers: Any,
-        precision: Any = None,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        out_sharding: Any = None,
-        **kwargs: Any,
+        out_sharding: linear.OutSharding = None,
+        **kwargs: object,
     ) -> Array:
         """The product [*other dimensions of lhs, *other dimensions of rhs].
 
@@ -285,7 +290,7 @@ def _held(module: LinearGeneral | Einsum) -> linear.Layer:
     return linear.Layer(module.kernel.get_value(), bias, scaling_state(module, module.options.recipe))
 
 
-def _add_scaling_state(module: nnx.Module, recipe: Recipe | None) -> None:
+def _add_scaling_state(module: Any, recipe: Recipe | None) -> None:
     if isinstance(recipe, DelayedScaling):
         for name, value in delayed_scaling.initial_state(recipe).items():
             setattr(module, name, OverwriteWithGradient(value))
@@ -309,7 +314,7 @@ def without_metadata(init: Initializer) -> Initializer:
     return drawn
 
 
-def split_over(tensor_axis: Any, *dimensions: Any) -> dict[str, Any]:
+def split_over(tensor_axis: AxisName | None, *dimensions: AxisName | None) -> dict[str, object]:
     """Metadata of a parameter whose dimensions are split over these mesh axes; none without a tensor_axis."""
     if tensor_axis is None:
         return {}
@@ -328,7 +333,7 @@ def apply_dropout(
         return y
     inactive = dropout.deterministic if deterministic is None else deterministic
     if tensor is not None and tensor.mesh is None and not inactive:
-        stream: Any = dropout.rngs if rngs is None else rngs
+        stream = dropout.rngs if rngs is None else rngs
         key: Any = stream.dropout() if isinstance(stream, nnx.Rngs) else stream() if callable(stream) else stream
         rngs = tensor.own_key(key)
     return dropout(y, deterministic=deterministic, rngs=rngs)

@@ -71,7 +71,7 @@ def quantize_kernels(model: Model) -> Model:
     return quantized
 
 
-def requantize(model: nnx.Module) -> nnx.State[Any, Any]:
+def requantize(model: nnx.Module) -> nnx.State:
     """How the kernels of te_jax's layers are quantized, for `te_jax.parallel.FSDP` and `te_jax.optim.apply_updates`.
 
     Args:
@@ -102,9 +102,7 @@ def _kernel_ndims(module: LinearGeneral | Einsum) -> tuple[int, int]:
     return len(linear.as_tuple(module.in_features)), len(linear.as_tuple(module.out_features))
 
 
-def accumulate_gradients(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False
-) -> Callable[..., tuple[Any, nnx.State[Any, Any]]]:
+def accumulate_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, nnx.State]]:
     """`nnx.value_and_grad` with respect to the model, adding to the gradients of earlier microbatches.
 
     The sum for a quantized kernel is updated in place if it is donated or the carry of a loop. `OverwriteWithGradient`
@@ -123,7 +121,7 @@ def accumulate_gradients(
     """
 
     @functools.wraps(loss_fn)
-    def wrapped(model: nnx.Module, gradients: nnx.State[Any, Any], *args: Any, **kwargs: Any):
+    def wrapped(model: nnx.Module, gradients: nnx.State, *args: object, **kwargs: object):
         if not isinstance(gradients, nnx.State):
             raise ValueError(f"gradients is of type {type(gradients).__name__}: start from {_ZEROS}")
         differentiable = nnx.Any(nnx.Param, OverwriteWithGradient)
@@ -133,7 +131,7 @@ def accumulate_gradients(
         needed = variables | dict(nnx.to_flat_state(trained))
         microbatches.validate_gradients(_values(needed), _values(before), _ZEROS)
 
-        def loss_of(kernels: dict[str, microbatches.AccumulatedKernel], trained: nnx.State[Any, Any]):
+        def loss_of(kernels: dict[str, microbatches.AccumulatedKernel], trained: nnx.State):
             accumulated = {path: variables[path].replace(kernels[name]) for name, path in paths.items()}
             merged = nnx.merge(graphdef, nnx.from_flat_state(accumulated), trained, rest, copy=True)
             result = loss_fn(merged, *args, **kwargs)
@@ -151,7 +149,7 @@ def accumulate_gradients(
     return wrapped
 
 
-def merge_gradients(first: nnx.State[Any, Any], second: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+def merge_gradients(first: nnx.State, second: nnx.State) -> nnx.State:
     """The gradients of two microbatches as one: their sum, and the maximum of `OverwriteWithGradient` variables.
 
     Args:
@@ -164,12 +162,12 @@ def merge_gradients(first: nnx.State[Any, Any], second: nnx.State[Any, Any]) -> 
     return jax.tree.map(_merged, first, second, is_leaf=_is_variable)
 
 
-def _named(gradients: Any) -> dict[str, Any]:
+def _named(gradients: nnx.State) -> dict[str, jax.Array]:
     leaves = jax.tree.leaves_with_path(gradients, is_leaf=_is_variable)
     return {jax.tree_util.keystr(path, simple=True, separator="."): variable.get_value() for path, variable in leaves}
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     return isinstance(x, nnx.Variable)
 
 
@@ -178,7 +176,7 @@ def _merged(first: nnx.Variable, second: nnx.Variable) -> nnx.Variable:
     return first.replace(jnp.maximum(a, b) if isinstance(first, OverwriteWithGradient) else a + b.astype(a.dtype))
 
 
-def _values(variables: dict[Any, nnx.Variable]) -> dict[str, Any]:
+def _values(variables: dict[Any, nnx.Variable]) -> dict[str, jax.Array]:
     return {_name(path): variable.get_value() for path, variable in variables.items()}
 
 

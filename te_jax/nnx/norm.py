@@ -19,8 +19,8 @@ from te_jax.recipe import Quantization, Recipe
 class _Norm(nnx.Module):
     """The parameters and options of both norms."""
 
-    scale: nnx.Param[Any] | None
-    bias: nnx.Param[Any] | None
+    scale: nnx.Param | None
+    bias: nnx.Param | None
     options: norm.Options
     dtype: jax.typing.DTypeLike | None
 
@@ -126,7 +126,7 @@ class LayerNorm(_Norm):
             self.bias = nnx.Param(bias_init(rngs.params(), (num_features,), param_dtype), **(bias_metadata or {}))
 
 
-def _scale(use_scale, num_features, init, zero_centered, dtype, metadata, rngs) -> nnx.Param[Any] | None:
+def _scale(use_scale, num_features, init, zero_centered, dtype, metadata, rngs) -> nnx.Param | None:
     if not use_scale:
         return nnx.data(None)
     init = init or (nnx.initializers.zeros_init() if zero_centered else nnx.initializers.ones_init())

@@ -11,9 +11,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from te_jax.layers import delayed_scaling
 
-OverwriteWithGradient: type[nnx.Variable[Any]] = nnx.variable_type_from_name(
-    OVERWRITE_WITH_GRADIENT, allow_register=True
-)
+OverwriteWithGradient: type[nnx.Variable] = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
 OverwriteWithGradient.__doc__ = """Flax's variable type for state whose gradient is its next value.
 
 The state of delayed scaling has this type. It is what `flax.nnx.bridge` makes of Linen's collection
@@ -39,7 +37,7 @@ class QuantizedKernel(nnx.Variable):
     """A `QuantizedArray` that `quantize_kernels` put in the place of a parameter."""
 
 
-def overwrite_with_gradient(model: Any, gradients: nnx.State[Any, Any]) -> None:
+def overwrite_with_gradient(model: nnx.Module, gradients: nnx.State) -> None:
     """Gives every `OverwriteWithGradient` of the model its next value. A layer that the loss did not use keeps its own.
 
     Args:
