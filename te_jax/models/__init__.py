@@ -6,6 +6,7 @@ from te_jax.models.config import PRESETS, DecoderConfig, Experts, Lora
 from te_jax.models.decoder import (
     Losses,
     apply,
+    apply_head,
     init,
     init_scaling_state,
     is_head,
@@ -29,6 +30,7 @@ __all__ = [
     "RopeScaling",
     "TensorParallel",
     "apply",
+    "apply_head",
     "config_from_hf",
     "from_hf",
     "generate",

@@ -216,12 +216,54 @@ def apply(
         use; a size does not fit FP8 products, or does not divide over devices.
     """
 
-    def logits(x: jax.Array, head: Any) -> jax.Array:
-        layer, options = linear.Layer(head, None, None), linear.Options(None, None, implementation)
+    def logits(x: jax.Array, kernel: Any) -> jax.Array:
+        layer, options = linear.Layer(kernel, None, None), linear.Options(None, None, implementation)
         features, tensor = ((config.vocab_size,),), None if parallel is None else parallel.tensor
         return linear.linears(x, (layer,), features=features, dtype=config.dtype, options=options, tensor=tensor)[0]
 
     return _run(params, tokens, config, scaling_state, segment_ids, parallel, implementation, logits)[0]
+
+
+def apply_head(
+    params: Params,
+    tokens: jax.Array,
+    config: DecoderConfig,
+    head: Callable[[jax.Array, jax.Array], jax.Array],
+    scaling_state: ScalingState | None = None,
+    *,
+    segment_ids: jax.Array | None = None,
+    parallel: TensorParallel | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """What a function makes of the hidden states, in the place of logits: log-probabilities, or a policy's loss.
+
+    Args:
+      params, tokens, config, scaling_state, segment_ids, parallel, implementation: as in `apply`.
+      head: of the hidden states [batch, time, hidden_size] and the output head's kernel [hidden_size, vocab_size], such
+        as `te_jax.ops.linear_token_loss` with what it needs besides. With `parallel` the kernel is this device's part,
+        which `vocab_axis=parallel.axis_name` says to it.
+
+    Returns:
+      What head returns.
+
+    Raises:
+      ValueError: what `apply` refuses.
+
+    Examples:
+      >>> import functools, jax, jax.numpy as jnp, te_jax
+      >>> config = te_jax.models.PRESETS["nano"]
+      >>> params = te_jax.models.init(config, jax.random.key(0))
+      >>> tokens = jnp.array([[1, 2, 3, 4]])
+      >>> log_probs = functools.partial(te_jax.ops.linear_log_probs, tokens=tokens[:, 1:])
+      >>> te_jax.models.apply_head(params, tokens[:, :-1], config, log_probs).shape
+      (1, 3)
+    """
+
+    def of_head(x: jax.Array, kernel: Any) -> jax.Array:
+        x = x if parallel is None else tensor_parallel.all_of_the_time(x, parallel)
+        return head(x, dense_kernels((kernel,))["kernel"][0])
+
+    return _run(params, tokens, config, scaling_state, segment_ids, parallel, implementation, of_head)[0]
 
 
 def loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,22 @@ from te_jax.recipe import DelayedScaling
 __all__ = ["generate"]
 
 
+# fmt: off
+@overload
+def generate(
+    params: Params, tokens: jax.typing.ArrayLike, config: DecoderConfig, *, max_new_tokens: int,
+    temperature: float = 0.0, top_p: float = 1.0, top_k: int | None = None, key: Array | None = None,
+    stop_tokens: Collection[int] = (), return_log_probs: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> Array: ...
+@overload
+def generate(
+    params: Params, tokens: jax.typing.ArrayLike, config: DecoderConfig, *, max_new_tokens: int,
+    temperature: float = 0.0, top_p: float = 1.0, top_k: int | None = None, key: Array | None = None,
+    stop_tokens: Collection[int] = (), return_log_probs: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
 def generate(
     params: Params,
     tokens: jax.typing.ArrayLike,
@@ -36,10 +52,12 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     key: Array | None = None,
     stop_tokens: Collection[int] = (),
+    return_log_probs: bool = False,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Array | tuple[Array, Array]:
     """The tokens that follow a prompt.
 
     The prompt runs through the decoder at once, and then each token by itself, with keys and values of those before it
@@ -58,13 +76,16 @@ def generate(
       temperature: divides the logits, which are float32, before a token is drawn; 0 takes the most likely one.
       top_p: tokens are drawn from the most likely ones, as few as have at least this probability together. Among equal
         logits the first tokens are the most likely ones.
+      top_k: tokens are drawn from as many of the most likely ones, at most; None for all.
       key: a `jax.random.key`, where temperature is not 0.
       stop_tokens: those that end a text, each in [0, vocab_size); they repeat after it. Nothing is computed when all
         texts have ended.
+      return_log_probs: return the log-probabilities of the tokens, too, as `te_jax.ops.linear_log_probs` has them at
+        this temperature (1 for 0) for a trainer: whatever top_p and top_k leave out, and 0 after the end of a text.
       implementation: see `te_jax.models.apply`.
 
     Returns:
-      int32 [batch, max_new_tokens].
+      int32 [batch, max_new_tokens]; with return_log_probs a tuple of that and float32 of the same shape.
 
     Raises:
       ValueError: an argument breaks a rule above (tokens only where their values are known: not inside `jax.jit`), or
@@ -95,6 +116,8 @@ def generate(
         raise ValueError(f"temperature is {temperature!r}: it needs to be a finite number of at least 0")
     if not is_finite_number(top_p) or not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p!r}: it needs to be a number above 0 and at most 1")
+    if top_k is not None and (not is_whole_number(top_k) or top_k < 1):
+        raise ValueError(f"top_k is {top_k!r}: it needs to be a whole number of at least 1, or None for all tokens")
     if temperature and key is None:
         raise ValueError("key is None, and temperature is not 0: tokens are drawn with a jax.random.key")
     if isinstance(config.recipe, DelayedScaling):
@@ -108,18 +131,22 @@ def generate(
         )
     # XLA flushes smaller numbers to 0, and larger ones are infinite in float32.
     limits = np.finfo(np.float32)
-    return _generate(
+    temperature = min(max(float(temperature), float(limits.tiny)), float(limits.max)) if temperature else 0.0
+    found, log_probs = _generate(
         params,
         prompt.astype(jnp.int32),
         jax.random.key(0) if key is None else key,
-        jnp.float32(min(max(float(temperature), float(limits.tiny)), float(limits.max))),
+        jnp.float32(temperature),
         jnp.float32(top_p),
+        jnp.int32(config.vocab_size if top_k is None else min(top_k, config.vocab_size)),
         config=config,
         count=int(max_new_tokens),
         draws=bool(temperature > 0),
         stop=tuple(sorted(map(int, stop_tokens))),
+        softmax=ops.Softmax(temperature or 1.0) if return_log_probs else None,
         implementation=implementation,
     )
+    return found if log_probs is None else (found, log_probs)
 
 
 def _check_values(tokens: object, prompt: Array, vocab_size: int) -> None:
@@ -135,20 +162,22 @@ def _check_values(tokens: object, prompt: Array, vocab_size: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "count", "draws", "stop", "implementation"))
+@functools.partial(jax.jit, static_argnames=("config", "count", "draws", "stop", "softmax", "implementation"))
 def _generate(
     params: Params,
     prompt: Array,
     key: Array,
     temperature: Array,
     top_p: Array,
+    top_k: Array,
     *,
     config: DecoderConfig,
     count: int,
     draws: bool,
     stop: tuple[int, ...],
+    softmax: ops.Softmax | None,
     implementation: Implementation | None,
-) -> Array:
+) -> tuple[Array, Array | None]:
     params = _quantized_once(params, config, implementation)
     batch, time = prompt.shape
     caches = [Cache.empty(batch, time + count, config.heads, config.dtype) for _ in range(config.num_layers)]
@@ -156,7 +185,7 @@ def _generate(
     def chosen(logits: Array, place: Array) -> Array:
         if not draws:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return _drawn(logits, temperature, top_p, jax.random.fold_in(key, place))
+        return _drawn(logits, temperature, top_p, top_k, jax.random.fold_in(key, place))
 
     def ends(tokens: Array) -> Array:
         return jnp.isin(tokens, jnp.array(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
@@ -167,16 +196,25 @@ def _generate(
 
     def step(carried: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         found, done, token, caches, ended = carried
-        logits, caches = _run(params, token[:, None], caches, config, implementation)
+        x, logits, caches = _run(params, token[:, None], caches, config, implementation)
         token = jnp.where(ended, token, chosen(logits, done))
-        found = lax.dynamic_update_slice_in_dim(found, token[:, None], done, axis=1)
+        found = found.with_row(done, token, x, ~ended)
         return found, done + 1, token, caches, ended | ends(token)
 
-    logits, caches = _run(params, prompt, caches, config, implementation)
+    x, logits, caches = _run(params, prompt, caches, config, implementation)
     token = chosen(logits, jnp.int32(0))
-    found = jnp.broadcast_to(token[:, None], (batch, count))
+    found = _Found(jnp.zeros((batch, count), jnp.int32), None, None)
+    if softmax is not None:
+        found = _Found(found.tokens, jnp.zeros((batch, count, x.shape[1]), x.dtype), jnp.zeros((batch, count), bool))
+    found = found.with_row(jnp.int32(0), token, x, jnp.ones((batch,), bool))
     found, done, token, *_ = lax.while_loop(unfinished, step, (found, jnp.int32(1), token, caches, ends(token)))
-    return jnp.where(jnp.arange(count) < done, found, token[:, None])
+    tokens = jnp.where(jnp.arange(count) < done, found.tokens, token[:, None])
+    if softmax is None:
+        return tokens, None
+    states, counts = cast(tuple[Array, Array], (found.x, found.counts))
+    counted = jnp.where(counts, tokens, softmax.ignore_index)
+    head = head_of(params, config)
+    return tokens, ops.linear_log_probs(states, head, counted, softmax=softmax, implementation=implementation)
 
 
 def _quantized_once(params: Params, config: DecoderConfig, implementation: Implementation | None) -> Params:
@@ -197,7 +235,23 @@ def _quantized_once(params: Params, config: DecoderConfig, implementation: Imple
     return jax.tree.map(once, how, params, is_leaf=lambda x: x is None)
 
 
-def _drawn(logits: Array, temperature: Array, top_p: Array, key: Array) -> Array:
+class _Found(NamedTuple):
+    """What was generated; the hidden states and whether they count only for log-probabilities."""
+
+    tokens: Array  # int32 [batch, count]
+    x: Array | None  # [batch, count, hidden]
+    counts: Array | None  # [batch, count]: not after the end of a text
+
+    def with_row(self, place: Array, *row: Array) -> _Found:
+        """With the tokens, states and counts [batch, ...] of a place."""
+        written: Any = (
+            None if whole is None else lax.dynamic_update_slice_in_dim(whole, part[:, None], place, axis=1)
+            for whole, part in zip(self, row, strict=True)
+        )
+        return _Found(*written)
+
+
+def _drawn(logits: Array, temperature: Array, top_p: Array, top_k: Array, key: Array) -> Array:
     """Tokens drawn from the most likely ones of float32 logits [batch, V]."""
     # By rank and not by a smallest logit, which several tokens may have.
     ranks = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
@@ -207,7 +261,7 @@ def _drawn(logits: Array, temperature: Array, top_p: Array, key: Array) -> Array
     probabilities = jax.nn.softmax(likely, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # Sums may round to 1 before the last token, and a top_p may be flushed to 0.
-    kept = (before < top_p) | (top_p == 1) | (ranks == 0)
+    kept = ((before < top_p) | (top_p == 1) | (ranks == 0)) & (ranks < top_k)
     rank = jax.random.categorical(key, jnp.where(kept, likely, -jnp.inf))
     return jnp.sum(jnp.where(ranks == rank[:, None], tokens, 0), axis=1, dtype=jnp.int32)
 
@@ -218,9 +272,9 @@ def _run(
     caches: list[Cache],
     config: DecoderConfig,
     implementation: Implementation | None,
-) -> tuple[Array, list[Cache]]:
-    """Logits [batch, V] in float32 after the last of tokens [batch, time], and the caches with them. Several tokens are
-    the first ones."""
+) -> tuple[Array, Array, list[Cache]]:
+    """The last hidden states [batch, hidden] and logits [batch, V] in float32 after the last of tokens [batch, time],
+    and the caches with them. Several tokens are the first ones."""
     time, filled = tokens.shape[1], []
     positions = caches[0].filled + jnp.arange(time)
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
@@ -244,4 +298,4 @@ def _run(
         x, _ = Block(layer, None, config, None, implementation)(x, rotary, attend)
     x = rms_norm(params["final_norm"], config, implementation)(x[:, -1:], None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
-    return sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled
+    return x, sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,24 @@ from te_jax.reference.token_distributions import Softmax, log_probs
 from te_jax.sharding import AxisName
 
 
+# fmt: off
+@overload
+def linear_log_probs(
+    x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike, *,
+    softmax: Softmax = Softmax(), entropy: Literal[False] = False, bias: jax.typing.ArrayLike | None = None,
+    kernel_contracting: KernelContracting = "first", recipe: Recipe | None = None,
+    fp8_products: Collection[Product] = ("dgrad", "wgrad"), chunk_tokens: int | None = None,
+    vocab_axis: AxisName | None = None, implementation: native.Implementation | None = None,
+) -> Array: ...
+@overload
+def linear_log_probs(
+    x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike, *,
+    softmax: Softmax = Softmax(), entropy: Literal[True], bias: jax.typing.ArrayLike | None = None,
+    kernel_contracting: KernelContracting = "first", recipe: Recipe | None = None,
+    fp8_products: Collection[Product] = ("dgrad", "wgrad"), chunk_tokens: int | None = None,
+    vocab_axis: AxisName | None = None, implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
 def linear_log_probs(
     x: jax.typing.ArrayLike,
     kernel: jax.typing.ArrayLike,
@@ -45,7 +63,7 @@ def linear_log_probs(
     chunk_tokens: int | None = None,
     vocab_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
-) -> tuple[Array, Array] | Array:
+) -> Array | tuple[Array, Array]:
     r"""log p(token) of p = softmax(x · kernel + bias), without an array of all logits.
 
     It takes tokens in chunks, and computes the logits of a chunk again in the backward pass. Where a loss follows from
@@ -93,6 +111,28 @@ def linear_log_probs(
     return (log_probs, entropies) if entropy else log_probs
 
 
+# fmt: off
+@overload
+def linear_token_loss(
+    x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike, fn: Callable[..., Array],
+    *arrays: jax.typing.ArrayLike, softmax: Softmax = Softmax(), entropy: bool = False,
+    reduction: Literal["mean", "sum"] = "mean", return_log_probs: Literal[False] = False,
+    bias: jax.typing.ArrayLike | None = None, kernel_contracting: KernelContracting = "first",
+    recipe: Recipe | None = None, fp8_products: Collection[Product] = ("dgrad", "wgrad"),
+    chunk_tokens: int | None = None, vocab_axis: AxisName | None = None,
+    implementation: native.Implementation | None = None,
+) -> Array: ...
+@overload
+def linear_token_loss(
+    x: jax.typing.ArrayLike, kernel: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike, fn: Callable[..., Array],
+    *arrays: jax.typing.ArrayLike, softmax: Softmax = Softmax(), entropy: bool = False,
+    reduction: Literal["mean", "sum"] = "mean", return_log_probs: Literal[True],
+    bias: jax.typing.ArrayLike | None = None, kernel_contracting: KernelContracting = "first",
+    recipe: Recipe | None = None, fp8_products: Collection[Product] = ("dgrad", "wgrad"),
+    chunk_tokens: int | None = None, vocab_axis: AxisName | None = None,
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
 def linear_token_loss(
     x: jax.typing.ArrayLike,
     kernel: jax.typing.ArrayLike,
@@ -110,7 +150,7 @@ def linear_token_loss(
     chunk_tokens: int | None = None,
     vocab_axis: AxisName | None = None,
     implementation: native.Implementation | None = None,
-) -> tuple[Array, Array] | Array:
+) -> Array | tuple[Array, Array]:
     r"""The mean of `fn(log p(token), *arrays)`, a policy's loss, without an array of all logits.
 
     fn says what a token's loss is: PPO, GRPO, DAPO, REINFORCE, DPO's terms. Its derivative is taken chunk by chunk in

@@ -1520,10 +1520,6 @@ OPERATIONS = [
     MEAN_CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
     MEAN_LINEAR_CROSS_ENTROPY,
-    LINEAR_LOG_PROBS,
-    LOG_PROBS_BY_KERNELS,
-    LINEAR_TOKEN_LOSS,
-    LINEAR_DIVERGENCE,
     attention("grouped, causal", 2, options={"causal": True}),
     attention(
         "window, bias, sinks, lengths, lse",
@@ -1629,5 +1625,9 @@ OPERATIONS = [
     ),
     with_kernels_quantized(with_accumulator(matmul_reduce_scatter("current", CURRENT, variant=True)), CURRENT, "model"),
     with_kernels_transposed(collective_gated_mlp("current", CURRENT, variant=True)),
+    LINEAR_LOG_PROBS,
+    LOG_PROBS_BY_KERNELS,
+    LINEAR_TOKEN_LOSS,
+    LINEAR_DIVERGENCE,
 ]
 assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS), "two rows have one name"
