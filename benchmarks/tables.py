@@ -11,14 +11,15 @@ In README.md and docs/ what stands between two markers is generated:
 
 `summary` shows one line for each case of the family's headline figure, and `figure` that figure as a bar chart, whose
 SVG goes to docs/images. The family accuracy is a folder of training runs: `summary` shows their final losses, `figure`
-their curves. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them, `changes` and
-`waiting` those of `CHANGES`, `shared` that of `SHARED`, `errors` that of recipes. In a sentence stands a number of
-times,
+their curves. `<!-- gains -->` and `<!-- /gains -->` have the table of `GAINS` between them, `first_rows` that of
+`FIRST`, `first_figure` the figure of `benchmarks.first_screen`, `changes` and `waiting` tables of `CHANGES`, `shared`
+that of `SHARED`, `errors` that of recipes. In a sentence stands a number of times,
 
     <!-- ratio: FAMILY DEVICE OPERATION CASE IMPLEMENTATION PEER [FIGURE] -->1.43×<!-- /ratio -->
 
 by which the peer's figure (median_ms, or another key of the rows) exceeds the implementation's. Without a result file,
-the page says that it is not measured yet.
+the page says that it is not measured yet. `--check` also prints how old each result of README.md is, and refuses one
+that was measured with local changes.
 """
 
 import argparse
@@ -32,10 +33,11 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from benchmarks import accuracy_curves
+from benchmarks import accuracy_curves, first_screen
 from benchmarks.harness import cell, columns_of
 
 ROOT = Path(__file__).resolve().parent.parent
+_FIGURE = "docs/images/first-screen.svg"
 
 _PLACE = re.compile(
     r"(?P<open><!-- (?P<kind>summary|figure): (?P<family>\w+) (?P<device>[\w.-]+) -->\n)"
@@ -49,44 +51,79 @@ _RATIO = re.compile(
     r"(?P<content>[^\n]*?)"
     r"(?P<close><!-- /ratio -->)"
 )
+_KINDS = "first_figure|first_rows|gains|whole|changes|waiting|shared|errors"
 _OWN = re.compile(
-    r"(?P<open><!-- (?P<kind>gains|whole|changes|waiting|shared|errors) -->\n)"
-    r"(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
+    rf"(?P<open><!-- (?P<kind>{_KINDS}) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- /?(?:table|summary|figure|ratio|gains|whole|changes|waiting|shared|errors)\b")
+_MARKER = re.compile(rf"<!-- /?(?:table|summary|figure|ratio|{_KINDS})\b")
 
-_STEP = ("step", "nvidia-h100-80gb-hbm3", "step", "8b-8x1x8192")
-_FSDP = ("fsdp", "nvidia-h100-80gb-hbm3", "step", "8b-8x2x8192-remat")
-_DEEP = ("fsdp", "nvidia-h200", "step", "8b-32x4x8192-remat")
-_FLAX = ("flax_models", "nvidia-h100-80gb-hbm3", "step")
-_BLOCK = ("layer", "nvidia-h100-80gb-hbm3", "block", "4x2048x4096x14336")
-_HEAD = ("linear_cross_entropy", "nvidia-h100-80gb-hbm3", "master", "8192x4096x128256")
-_EXPERTS = ("moe", "nvidia-h100-80gb-hbm3", "layer", "64x262144x2048x1024-balanced")
-_GATHER = ("collective_matmul", "nvidia-h200", "all_gather_matmul", "16384x4096x14336")
-_BEST, _USERS = "te_jax_block_fp8_head", "nnx_loss"
+_H100, _H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
+_STEP = ("step", _H100, "step", "8b-8x1x8192")
+_FSDP = ("fsdp", _H100, "step", "8b-8x2x8192-remat")
+_DEEP = ("fsdp", _H200, "step", "8b-32x4x8192-remat")
+_WHOLE = ("whole_model", _H200, "step", "8b-32x1x8192")
+_FLAX = ("flax_models", first_screen.DEVICE, "step")
+_BLOCK = "block", "4x2048x4096x14336"
+_HEAD = ("linear_cross_entropy", _H100, "master", "8192x4096x128256")
+_LOGITS = ("softmax_cross_entropy", _H200, "forward_backward", "8192x128256-bfloat16")
+_PACKED = ("attention", _H200, "forward_backward", "1x8192x32x8x128-4documents")
+_RING = ("attention", _H100, "forward_backward", "1x32768x32x8x128")
+_EXPERTS = ("moe", _H100, "layer", "64x262144x2048x1024-balanced")
+_GROUPED = ("moe", _H100, "forward", "8x32768x4096x14336-balanced")
+_INPUT = ("offload", _H100, "input", "input-16x16384x4096x14336")
+_HIDDEN = ("offload", _H100, "hidden", "hidden-16x16384x4096x14336")
+_GATHER = ("collective_matmul", _H200, "all_gather_matmul", "16384x4096x14336")
+_BEST, _USERS, _PLAIN = "te_jax_block_fp8_head", "nnx_loss", "plain JAX, bfloat16"
+FIRST = (
+    ("train step of Llama 3 8B, all 32 layers, logits and gradients in FP8", "1 × H200", _WHOLE,
+     "te_jax_block_fp8_logits", "bf16", _PLAIN),
+    ("… with FSDP, gradients in FP8", "4 × H200", _DEEP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
+    ("train step, 8 layers of Llama 3 8B, both with layers in FP8 and a bfloat16 head", "1 × H100", _STEP,
+     "te_jax_block", "flax_fp8", "Flax's FP8"),
+    ("attention with gradients, 4 documents in 8192 tokens, bfloat16", "1 × H200", _PACKED, "te_jax", "torch",
+     "PyTorch's varlen_attn"),
+    ("loss and gradient of bfloat16 logits, vocabulary 128256", "1 × H200", _LOGITS, "te_jax", "optax", "optax"),
+)  # fmt: skip
+"""The rows of the first screen, like for like: gradients in the same precision, or the row says in which they are.
+
+Each is: what, where, (family, device, operation, case), implementation, peer, and the peer in words.
+"""
+
 GAINS = (
-    ("train step, 8 layers of Llama 3 8B, 8192 tokens", "1 × H100", _STEP, _BEST, "bf16", "plain JAX, bfloat16"),
-    ("", "", _STEP, _BEST, "flax_fp8", "Flax's FP8"),
+    *FIRST,
+    ("train step, 8 layers of Llama 3 8B, 8192 tokens, gradients in FP8", "1 × H100", _STEP, _BEST, "bf16", _PLAIN),
+    ("", "", _STEP, _BEST, "flax_fp8", "Flax's FP8, its head in bfloat16"),
     ("… with Adam's moments in float32, as the peers have them", "", _STEP, "te_jax_block_float32_moments", "bf16",
-     "plain JAX, bfloat16"),
-    ("… of a plain Flax NNX model, after the three changes below", "", (*_FLAX, "8b-8x1x8192"), _USERS, "nnx",
+     _PLAIN),
+    ("… of a plain Flax NNX model, after three changes", "", (*_FLAX, first_screen.CASE), _USERS, "nnx",
      "the model before"),
-    ("the same step with FSDP and recomputation", "2 × H100", _FSDP, _BEST, "bf16", "plain JAX, bfloat16"),
+    ("the same step with FSDP and recomputation", "2 × H100", _FSDP, _BEST, "bf16", _PLAIN),
     ("", "", _FSDP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
-    ("… of the NNX model, after the same changes", "", _FSDP, _USERS, "bf16", "plain JAX, bfloat16"),
-    ("the step of Llama 3 8B with all 32 layers, FSDP", "4 × H200", _DEEP, _BEST, "bf16", "plain JAX, bfloat16"),
-    ("", "", _DEEP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
-    ("a Llama 3 8B block with gradients, 4 × 2048 tokens", "1 × H100", _BLOCK, "te_jax_block", "bf16",
-     "plain JAX, bfloat16"),
-    ("output head and loss with gradients, vocabulary 128256", "1 × H100", _HEAD, "te_jax_fp8_backward", "optax",
+    ("… of the NNX model, after the same changes", "", _FSDP, _USERS, "bf16", _PLAIN),
+    ("the step of Llama 3 8B with all 32 layers, FSDP", "4 × H200", _DEEP, _BEST, "bf16", _PLAIN),
+    ("a Llama 3 8B block, 4 × 2048 tokens, gradients in FP8", "1 × H100", ("layer", _H100, *_BLOCK), "te_jax_block",
+     "bf16", _PLAIN),
+    ("", "1 × H200", ("layer", _H200, *_BLOCK), "te_jax_block", "bf16", _PLAIN),
+    ("output head and loss with gradients, vocabulary 128256, bfloat16", "1 × H100", _HEAD, "te_jax", "optax",
      "jnp and optax"),
-    ("a layer of 64 experts (OLMoE 7B) with gradients", "1 × H100", _EXPERTS, "te_jax_block", "te_jax",
+    ("… gradients in FP8", "", _HEAD, "te_jax_fp8_backward", "optax", "jnp and optax, bfloat16"),
+    ("a layer of 64 experts (OLMoE 7B), gradients in FP8", "1 × H100", _EXPERTS, "te_jax_block", "te_jax",
      "te_jax in bfloat16"),
+    ("a grouped GEMM of 8 experts in FP8, block scaling", "1 × H100", _GROUPED, "te_jax_block", "te_jax",
+     "te_jax in bfloat16"),
+    ("", "", _GROUPED, "te_jax_block", "torch", "PyTorch's grouped GEMM, bfloat16"),
+    ("16 layers in a scan with gradients, their inputs in host memory", "1 × H100", _INPUT, "te_jax_scan", "xla_scan",
+     "JAX's offload policy"),
+    ("… what each MLP multiplies in host memory, too, bfloat16", "", _HIDDEN, "te_jax_scan", "xla_scan",
+     "JAX's offload policy"),
+    ("… the same in FP8", "", _HIDDEN, "te_jax_fp8_scan", "xla_scan", "JAX's offload policy, bfloat16"),
+    ("attention with gradients, 32768 tokens, on two GPUs by ring_attention", "2 × H100", _RING, "te_jax_ring", "jax",
+     "jax.nn on one GPU"),
     ("all-gather and GEMM, tensor parallel, bfloat16", "4 × H200", _GATHER, "te_jax", "xla", "XLA"),
     ("", "", _GATHER, "te_jax", "torch", "PyTorch"),
 )  # fmt: skip
-"""The table of gains: what, where, (family, device, operation, case), implementation, peer, and the peer in words."""
+"""All gains, in the form of `FIRST`."""
 
 WHOLE = (
     ("plain JAX; XLA recomputes some values by itself", "bf16"),
@@ -127,10 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 with a diff where files differ")
     args = parser.parse_args(argv)
     try:
+        ages = _ages(ROOT) if args.check else []
         wanted = generate(ROOT)
     except ValueError as error:
         print(f"benchmarks.tables: {error}", file=sys.stderr)
         return 1
+    sys.stdout.writelines(ages)
     stale = {path: text for path, text in wanted.items() if _read(path) != text}
     for path, text in stale.items():
         name = path.relative_to(ROOT).as_posix()
@@ -171,7 +210,36 @@ def generate(root: Path) -> dict[Path, str]:
         )
         text = _RATIO.sub(lambda place: f"{place['open']}{_times(place, root)}{place['close']}", text)
         wanted[page] = _PLACE.sub(lambda place, page=page: _filled(place, page.parent, root, wanted), text)
+        results = _results(root, *reversed(_FLAX[:2]))
+        if "<!-- first_figure -->" in text and results.is_file():
+            wanted[root / _FIGURE] = first_screen.two_panels(json.loads(results.read_text(encoding="utf-8")))
     return wanted
+
+
+def _ages(root: Path) -> list[str]:
+    """A line on the age of each result that README.md shows.
+
+    Raises:
+      ValueError: one was measured with local changes.
+    """
+    text = _read(root / "README.md")
+    shown: dict[str, tuple[str, str]] = {"the figure": _FLAX[:2]} if "<!-- first_figure -->" in text else {}
+    shown |= {what: place[:2] for what, _, place, *_ in FIRST if "<!-- first_rows -->" in text}
+    for place in (*_PLACE.finditer(text), *_RATIO.finditer(text)):
+        shown[place["open"].strip()] = place["family"], place["device"]
+    lines = []
+    for what, (family, device) in shown.items():
+        results = _results(root, device, family)
+        if not results.is_file():
+            continue
+        document = json.loads(results.read_text(encoding="utf-8"))
+        if document["dirty"]:
+            raise ValueError(
+                f"README.md shows {what}, and {results.relative_to(root)} was measured with local changes: commit and "
+                "measure again, or show it in docs/benchmarks.md alone"
+            )
+        lines.append(f"README.md, {what}: {first_screen.age(root, document)}\n")
+    return lines
 
 
 def _times(place: re.Match[str], root: Path) -> str:
@@ -201,10 +269,18 @@ def _results(root: Path, device: str, family: str) -> Path:
     return root / "benchmarks" / "results" / device / f"{family}.json"
 
 
-def gains_table(root: Path, page_folder: Path) -> str:
-    """`GAINS`, with the memory of steps: XLA's plan of arguments, results and temporaries, for torch its peak."""
+def first_figure(root: Path, page_folder: Path) -> str:
+    """The figure of the first screen, which `generate` draws."""
+    family, device, _ = _FLAX
+    if not _results(root, device, family).is_file():
+        return f"Not measured yet on {device}: run `te-jax bench {family}` there.\n"
+    return f"![{first_screen.LABEL}: speed and memory]({_relative(root / _FIGURE, page_folder)})\n"
+
+
+def gains_table(root: Path, page_folder: Path, gains: Sequence[Any]) -> str:
+    """Rows of `GAINS`, with the memory of steps: XLA's plan of arguments, results and temporaries; torch's peak."""
     body = []
-    for what, where, (family, device, operation, case), implementation, peer, words in GAINS:
+    for what, where, (family, device, operation, case), implementation, peer, words in gains:
         results = _results(root, device, family)
         if not results.is_file():
             continue
@@ -217,8 +293,10 @@ def gains_table(root: Path, page_folder: Path) -> str:
         memory = _both(results, *rows, "peak_bytes")
         link = f"[{words}]({_relative(results.with_suffix('.md'), page_folder)})"
         saved = f"{memory[0] / memory[1]:.2f}×" if all(memory) else ""
-        body.append([what, where, link, f"**{theirs / ours:.2f}×**", saved])
-    return _markdown_table(["", "on", "beside", "as fast", "in memory"], body, left=3)
+        document = json.loads(results.read_text(encoding="utf-8"))
+        measured = document["date"][:10] + (" with local changes" if document["dirty"] else "")
+        body.append([what, where, link, f"**{theirs / ours:.2f}×**", saved, measured])
+    return _markdown_table(["", "GPU", "compared with", "speed", "memory", "measured"], body, left=3)
 
 
 def whole_table(root: Path, page_folder: Path) -> str:
@@ -335,7 +413,9 @@ def errors_table(root: Path, page_folder: Path) -> str:
 
 
 _TABLES = {
-    "gains": gains_table,
+    "first_figure": first_figure,
+    "first_rows": lambda root, page_folder: gains_table(root, page_folder, FIRST),
+    "gains": lambda root, page_folder: gains_table(root, page_folder, GAINS),
     "whole": whole_table,
     "changes": changes_table,
     "waiting": waiting_table,

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import re
+import subprocess
 import xml.etree.ElementTree
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import first_screen, tables
 
 MARKED = "Before.\n<!-- {kind}: demo gpu-x -->\nstale\n<!-- /{kind} -->\nAfter.\n"
 
@@ -133,18 +135,97 @@ def test_gains_are_in_times_as_fast_with_the_memory_of_both(root, monkeypatch):
     publish(root, document)
     assert tables.main([]) == 0
     text = page.read_text()
-    assert "| a step | 1 × GPU | [the peer](benchmarks/results/gpu-x/demo.md) | **4.25×** | 0.75× |" in text
-    assert "|  |  | [us](benchmarks/results/gpu-x/demo.md) | **0.24×** | 1.33× |" in text
+    assert (
+        "| a step | 1 × GPU | [the peer](benchmarks/results/gpu-x/demo.md) | **4.25×** | 0.75× | 2026-01-02 |" in text
+    )
+    assert "|  |  | [us](benchmarks/results/gpu-x/demo.md) | **0.24×** | 1.33× | 2026-01-02 |" in text
     assert "[us](../benchmarks/results/gpu-x/demo.md)" in home.read_text()
+    publish(root, {**document, "dirty": True})
+    assert tables.main([]) == 0
+    assert "| 2026-01-02 with local changes |" in page.read_text()
     monkeypatch.setattr(tables, "GAINS", (("a step", "", place, "te_jax", "never", "a peer that did not run"),))
     assert tables.main([]) == 1
+
+
+PLACE = ("demo", "gpu-x", "both", "small")
+
+
+@pytest.mark.parametrize("shown", ["<!-- first_rows -->\n<!-- /first_rows -->\n", MARKED.format(kind="summary")])
+def test_check_tells_the_age_of_what_the_readme_shows_and_refuses_local_changes(root, monkeypatch, capsys, shown):
+    (root / "README.md").write_text(shown)
+    monkeypatch.setattr(tables, "FIRST", (("a step", "1 × GPU", PLACE, "te_jax", "peer", "the peer"),))
+    publish(root)
+    assert tables.main([]) == 0
+    assert "2026-01-02" in (root / "README.md").read_text()
+    assert tables.main(["--check"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(
+        "^README.md, .*(a step|demo gpu-x).*: 2026-01-02$", printed, re.MULTILINE
+    )  # no commits without git
+    publish(root, {**DOCUMENT, "dirty": True})
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 1
+    assert "demo.json was measured with local changes" in capsys.readouterr().err
+    (root / "README.md").rename(root / "docs" / "page.md")
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+
+
+def test_age_counts_commits_of_the_package_and_its_kernels(tmp_path):
+    def git(*words):
+        who = "-c", "user.name=x", "-c", "user.email=x@example.com"
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "--quiet")
+    for place in ("te_jax", "te_jax/ops", "cuda_ext", "docs"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "file").touch()
+        git("add", ".")
+        git("commit", "--quiet", "--message", place)
+    measured = git("rev-list", "HEAD").split()[-1]
+    assert first_screen.age(tmp_path, {**DOCUMENT, "commit": measured}).startswith("2026-01-02, 2 commits of te_jax/")
+    assert first_screen.age(tmp_path, DOCUMENT) == "2026-01-02", "a commit that is not there"
+
+
+def test_the_first_figure_has_speed_memory_and_loss_of_what_was_measured(root):
+    page = root / "README.md"
+    page.write_text("<!-- first_figure -->\n<!-- /first_figure -->\n")
+    assert tables.main([]) == 0
+    assert f"Not measured yet on {first_screen.DEVICE}" in page.read_text()
+    figures = ("nnx", 10.0, 60, 2.5), ("nnx_loss", 8.0, 45, 2.75)
+    rows = [
+        {**row(first_screen.CASE, name, ms / 2), "peak_bytes": gb * 10**9, "losses": [9.0, loss]}
+        for name, ms, gb, loss in figures
+    ]
+    document = {**DOCUMENT, "family": "flax_models", "rows": rows}
+    publish(root, document, first_screen.DEVICE)
+    assert tables.main([]) == 0
+    assert "](docs/images/first-screen.svg)" in page.read_text()
+    drawing = root / "docs" / "images" / "first-screen.svg"
+    svg = xml.etree.ElementTree.parse(drawing).getroot()
+    bars = [float(item.get("width", "")) for item in svg.iter("{http://www.w3.org/2000/svg}rect")]
+    assert [bars[0] / bars[1], bars[3] / bars[2]] == pytest.approx([8 / 10, 45 / 60], rel=1e-2)
+    words = [item.text for item in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1.25×", "60.0", "45.0", "2.50", "2.75", "step 2", "te_jax: three changes", "GPU X, 2026-01-02"} <= set(
+        words
+    )
+    assert "te_jax: one change" not in words
+    publish(root, {**document, "rows": rows[1:]}, first_screen.DEVICE)
+    assert tables.main([]) == 1, "no bar to compare with"
+    del rows[1]["losses"]
+    publish(root, document, first_screen.DEVICE)
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0
+    assert "loss" not in drawing.read_text()
 
 
 def test_changes_are_beside_the_plain_model_and_lines_without_figures_are_left_out(root):
     page = root / "docs" / "guide.md"
     page.write_text("<!-- changes -->\n<!-- /changes -->\n\n<!-- waiting -->\n<!-- /waiting -->\n")
     assert tables.main([]) == 0
-    assert page.read_text().count("Not measured yet on nvidia-h100-80gb-hbm3: run `te-jax bench flax_models`") == 2
+    assert page.read_text().count(f"Not measured yet on {first_screen.DEVICE}: run `te-jax bench flax_models`") == 2
 
     def row(case, name, milliseconds, **figures):
         times = {"median_ms": milliseconds, "spread": {"iqr_ms": 0.0}, "speedup_over": {}}
@@ -158,7 +239,7 @@ def test_changes_are_beside_the_plain_model_and_lines_without_figures_are_left_o
         for library in ("nnx", "linen")
         for place, (_, change) in enumerate(tables.CHANGES)
     ]
-    publish(root, {**DOCUMENT, "family": "flax_models", "rows": rows}, "nvidia-h100-80gb-hbm3")
+    publish(root, {**DOCUMENT, "family": "flax_models", "rows": rows}, first_screen.DEVICE)
     assert tables.main([]) == 0
     changes, _, waiting = page.read_text().partition("<!-- waiting -->")
     assert "| the plain model | 10.0 | 1.00× | 9.0 | 10.0 | 1.00× | 1.00× |" in changes

@@ -86,8 +86,8 @@ def test_extras_are_those_of_the_package(page):
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_extras_are_named_where_installation_is_explained(extra):
-    start, _, _ = text_of(ROOT / "README.md").partition("```python")
-    assert re.search(rf"`{extra}`|\[{extra}\]", start)
+    _, _, install = text_of(ROOT / "README.md").partition("## Install\n")
+    assert re.search(rf"`{extra}`|\[{extra}\]", install.partition("\n## ")[0])
     assert [f".[{extra}]"] in list(commands(ROOT / "docs" / "installation.md", "pip install"))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FIRST_SCREENS = ROOT / "README.md", ROOT / "docs" / "index.md"
 _EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -16,8 +17,21 @@ def examples(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.name)
-def test_examples_run(page):
+def test_examples_run(page, capsys):
     alone, namespace = page.name == "README.md", {}
     with jax.numpy_dtype_promotion("standard"):  # as users have it, and Flax's norms need it in bfloat16
         for number, example in enumerate(examples(page), start=1):
             exec(compile(example, f"{page.name}, example {number}", "exec"), {} if alone else namespace)
+            if number == 1 and page in FIRST_SCREENS:
+                first, second, third = map(float, capsys.readouterr().out.splitlines()[-3:])
+                assert first > second > third, "the losses of the first screen fall"
+
+
+def test_first_screens_are_the_same():
+    """One sentence, one program, and the same words around tables and figures, whose links differ."""
+    generated = re.compile(r"^<!-- (first_\w+) -->\n.*?<!-- /\1 -->$", re.DOTALL | re.MULTILINE)
+    texts = (generated.sub("", page.read_text(encoding="utf-8")) for page in FIRST_SCREENS)
+    readme, home = (text.replace("](docs/", "](") for text in texts)
+    screen, _, _ = readme.partition("## Install\n")
+    assert examples(FIRST_SCREENS[0])[0] in screen
+    assert home.startswith(screen)
