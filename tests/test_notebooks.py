@@ -48,6 +48,7 @@ def test_there_are_notebooks():
         "low_precision_adam.ipynb",
         "offload.ipynb",
         "parallel_loops.ipynb",
+        "policy.ipynb",
         "quickstart.ipynb",
     }
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from te_jax import native, ops
-from te_jax._core.types import PyTree
+from te_jax._core.types import PyTree, T
 from te_jax.layers import linear
 from te_jax.layers.attention import rotary_tables
 from te_jax.layers.microbatches import dense_kernels
@@ -228,13 +228,13 @@ def apply_head(
     params: Params,
     tokens: jax.Array,
     config: DecoderConfig,
-    head: Callable[[jax.Array, jax.Array], jax.Array],
+    head: Callable[[jax.Array, jax.Array], T],
     scaling_state: ScalingState | None = None,
     *,
     segment_ids: jax.Array | None = None,
     parallel: TensorParallel | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> T:
     """What a function makes of the hidden states, in the place of logits: log-probabilities, or a policy's loss.
 
     Args:
@@ -259,7 +259,7 @@ def apply_head(
       (1, 3)
     """
 
-    def of_head(x: jax.Array, kernel: Any) -> jax.Array:
+    def of_head(x: jax.Array, kernel: Any) -> T:
         x = x if parallel is None else tensor_parallel.all_of_the_time(x, parallel)
         return head(x, dense_kernels((kernel,))["kernel"][0])
 
@@ -366,8 +366,8 @@ def _run(
     segment_ids: jax.Array | None,
     parallel: TensorParallel | None,
     implementation: Implementation | None,
-    of_head: Callable[[jax.Array, Any], jax.Array],
-) -> tuple[jax.Array, Balance | None]:
+    of_head: Callable[[jax.Array, Any], T],
+) -> tuple[T, Balance | None]:
     """of_head(hidden states, head), and the balance of the experts."""
     DecoderConfig.check(config)
     check_tokens("tokens", tokens)
@@ -402,7 +402,7 @@ def _run(
         x, own = Block(layer, state, config, parallel, implementation)(x, rotary, attend)
         return x, _together(balance, own)
 
-    def ending(carried: tuple[jax.Array, Balance | None], last: Params) -> tuple[jax.Array, Balance | None]:
+    def ending(carried: tuple[jax.Array, Balance | None], last: Params) -> tuple[T, Balance | None]:
         x, balance = carried
         x = rms_norm(last["final_norm"], config, implementation)(x, None)
         return of_head(x, last["head"]), balance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -155,5 +155,5 @@ def _linear_divergence(x, kernel, bias, teacher_x, teacher_kernel, weight, head:
     x, kernel, bias, teacher_x, teacher_kernel = sharding.varying_together((x, kernel, bias, teacher_x, teacher_kernel))
     tokens = {"codes": codes, "fixed_x": teacher_x, "fixed_kernel": teacher_kernel}
     if reduction == "none":
-        return factor * cast(Any, per_token(head, x, kernel, bias, None, tokens))[0]
-    return cast(Any, total(head, x, kernel, bias, None, {**tokens, "factor": factor}))[0]
+        return factor * cast(tuple[Array, Array], per_token(head, x, kernel, bias, None, tokens))[0]
+    return cast(tuple[Array, Array], total(head, x, kernel, bias, None, {**tokens, "factor": factor}))[0]

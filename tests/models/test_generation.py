@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from te_jax import ops
 from te_jax.layers import Router
-from te_jax.models import PRESETS, Experts, apply, generate, init
+from te_jax.models import PRESETS, Experts, apply, apply_head, generate, init
 from te_jax.models.config import ATTENTION, MLP
 from te_jax.models.generation import _drawn
 from te_jax.recipe import BlockScaling, DelayedScaling
@@ -101,9 +102,57 @@ def test_every_token_is_drawn_alike_at_the_largest_temperature(params):
 @pytest.mark.parametrize(("top_p", "kept"), [(1.0, 8), (0.5, 4), (0.51, 5), (1e-40, 1)])
 def test_as_few_tokens_as_have_top_p_are_drawn_among_equal_ones(top_p, kept):
     logits = np.tile(np.float32([-30.0, 20.125, *[20.125] * 7, 16.0]), (500, 1))
-    found = jax.jit(_drawn)(logits, jnp.float32(1e-3), jnp.float32(top_p), jax.random.key(0))
+    found = jax.jit(_drawn)(logits, jnp.float32(1e-3), jnp.float32(top_p), jnp.int32(10), jax.random.key(0))
     assert found.dtype == jnp.int32
     assert set(found.tolist()) == set(range(1, 1 + kept))
+
+
+def test_at_most_top_k_tokens_are_drawn(params):
+    options = {"max_new_tokens": 1, "temperature": 1e3, "key": jax.random.key(0)}
+    likeliest = np.argsort(-np.asarray(jit_apply(params, MANY[:1], config=CONFIG)[0, -1]))
+    for top_k in (1, 5):
+        assert set(np.asarray(generate(params, MANY, CONFIG, top_k=top_k, **options))[:, 0]) == set(likeliest[:top_k])
+
+
+def log_probs_of_a_trainer(params, tokens, config, softmax):
+    head = functools.partial(ops.linear_log_probs, tokens=tokens[:, 1:], softmax=softmax)
+    return apply_head(params, tokens[:, :-1], config, head)
+
+
+def test_log_probs_are_those_of_a_trainer_and_zero_after_the_end(params):
+    prompt = np.array([[1, 2, 3], [4, 5, 6]])
+    options = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "key": jax.random.key(0)}
+    free = np.asarray(generate(params, prompt, CONFIG, **options))
+    stop = int(free[0, 2])
+    found, log_probs = generate(params, prompt, CONFIG, stop_tokens=[stop], return_log_probs=True, **options)
+    whole = jnp.concatenate([prompt, found], axis=1)
+    wanted = np.array(log_probs_of_a_trainer(params, whole, CONFIG, ops.Softmax(0.7)))[:, 2:]
+    for row, values in zip(np.asarray(found), wanted, strict=True):
+        if stop in row:
+            values[np.argmax(row == stop) + 1 :] = 0.0
+    assert np.any(wanted == 0.0)
+    np.testing.assert_allclose(log_probs, wanted, atol=2e-5)
+
+
+def test_one_recipe_for_trainer_and_sampler_gives_the_same_log_probs():
+    """Beside one in bfloat16, block scaling is another policy. XLA's excess precision rounds each program otherwise."""
+    prompt = np.arange(32).reshape(4, 8)
+    recipes = {"bfloat16": None, "block": BlockScaling()}
+    configs = {name: dataclasses.replace(CONFIG, dtype="bfloat16", recipe=each) for name, each in recipes.items()}
+    params = jax.tree.map(lambda x: 3 * x, jit_init(config=CONFIG, key=jax.random.key(0)))
+    jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    sampled = functools.partial(generate, max_new_tokens=24, temperature=1.0, return_log_probs=True)
+    of_trainer = functools.partial(log_probs_of_a_trainer, softmax=ops.Softmax())
+    gaps = {}
+    for sampler, config in configs.items():
+        found, log_probs = jit(functools.partial(sampled, config=config))(params, prompt, key=jax.random.key(1))
+        whole = np.concatenate([prompt, found], axis=1)
+        for trainer, other in configs.items():
+            values = np.asarray(jit(functools.partial(of_trainer, config=other))(params, whole))[:, 7:]
+            gaps[sampler, trainer] = np.mean(np.abs(np.asarray(log_probs) - values))
+    assert gaps["bfloat16", "bfloat16"] < 1e-3
+    assert gaps["block", "block"] < 1e-3
+    assert min(gaps["bfloat16", "block"], gaps["block", "bfloat16"]) > 1e-2
 
 
 def test_logits_are_not_rounded_to_16_bits_before_the_largest_is_taken():
@@ -132,6 +181,7 @@ def test_logits_are_not_rounded_to_16_bits_before_the_largest_is_taken():
         ({"temperature": -1.0}, "temperature is -1.0: it needs to be a finite number of at least 0"),
         ({"temperature": float("nan")}, "temperature is nan: it needs to be a finite number of at least 0"),
         ({"temperature": 1.0}, "key is None, and temperature is not 0"),
+        ({"top_k": 0}, "top_k is 0: it needs to be a whole number of at least 1, or None for all tokens"),
         ({"top_p": 0.0}, "top_p is 0.0: it needs to be a number above 0 and at most 1"),
         ({"max_new_tokens": 3 * 10**9}, "max_new_tokens is 3000000000: a prompt of 2 and what follows must be fewer"),
         ({"stop_tokens": [1.5]}, r"stop_tokens is \[1.5\]: it needs to be whole numbers"),
