@@ -7,28 +7,29 @@ x is bfloat16, labels follow Zipf's law, and a call computes the loss and both g
   it in bfloat16.
 - trained: as master, with hidden states that point at their labels' columns, so that the loss is about 2, where those
   of the others are random and the loss is about log(vocab). Errors of FP8 depend on that.
+- policy: as trained, with the loss of GRPO in the place of the cross-entropy: te_jax's is `linear_token_loss`.
 
 Implementations:
 
-- te_jax: `linear_cross_entropy` in bfloat16.
+- te_jax: `linear_cross_entropy`, or `linear_token_loss`, in bfloat16.
 - te_jax_fp8_backward: the two products of the backward pass in FP8, with block scaling.
 - te_jax_fp8: all three products in FP8, with block scaling.
 - te_jax_fp8_backward_current: as te_jax_fp8_backward, with current scaling.
 - full_logits: `x @ kernel`, then `te_jax.ops.softmax_cross_entropy`.
 - optax: `x @ kernel`, then optax's integer-label loss of the logits in float32.
-- maxtext_tiling: a checkpointed scan over tiles of tokens, as MaxText tiles its vocabulary loss; the kernel's gradient
-  is added up in the kernel's dtype.
+- maxtext_tiling: a checkpointed scan over tiles of tokens, as MaxText tiles its vocabulary loss, and Tunix its
+  log-probabilities; the kernel's gradient is added up in the kernel's dtype.
 - liger: Liger Kernel's fused loss for torch, added up in float32.
 
 TFLOP/s are for 6 · tokens · hidden · vocab operations. Errors are relative: of the loss, and in L2 of 64 rows of dx and
 64 columns of dkernel, against float64 arithmetic on the host. No time is reported for a result beyond the bounds.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -79,16 +80,22 @@ _CHECKED = 64
 _TILE = 2048
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """x bfloat16 [tokens, hidden], a float32 kernel [hidden, vocab] and int32 labels [tokens]."""
+    """x bfloat16 [tokens, hidden], a float32 kernel [hidden, vocab] and int32 labels [tokens]; of a policy the
+    log-probabilities with which tokens were drawn and their advantages [tokens]."""
 
     x: jax.Array
     kernel: jax.Array
     labels: jax.Array
+    arrays: tuple[jax.Array, ...] = ()
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        return self.x, self.kernel, self.labels, *self.arrays
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Exact:
     """The mean loss, and its gradients at `rows` of x and at `columns` of the kernel, for the kernel in bfloat16."""
 
@@ -102,11 +109,13 @@ class _Exact:
 def run_case(case: shapes.HeadShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
     """Measure the operations of one case with the named implementations; see `harness.Family.run_case`."""
     result = CaseResult()
-    for trained in (False, True):
-        operations = [operation for operation in case.operations if (operation == "trained") == trained]
+    for together in (("master", "bf16"), ("trained",), ("policy",)):
+        operations = [operation for operation in case.operations if operation in together]
         if not operations:
             continue
-        inputs = _drawn(case, trained=trained)
+        inputs = _drawn(case, trained=together != ("master", "bf16"))
+        if "policy" in operations:
+            inputs = _with_advantages(inputs)
         exact = _exact(inputs)
         for operation in operations:
             _run_operation(case, operation, implementations, timing, inputs, exact, result)
@@ -138,7 +147,7 @@ def _run_operation(
 
     run_operation(
         {"case": case.name, "model": case.model, "operation": operation},
-        [name for name in implementations if _applies(name, case)],
+        [name for name in implementations if _applies(name, case, operation)],
         timing,
         result,
         build=functools.partial(_build, inputs=inputs, accumulator=accumulator, exact=exact),
@@ -147,10 +156,12 @@ def _run_operation(
     )
 
 
-def _applies(name: str, case: shapes.HeadShape) -> bool:
+def _applies(name: str, case: shapes.HeadShape, operation: str) -> bool:
     if name in WITH_FULL_LOGITS:
         return case.full_logits
     if name == "liger":
+        if operation == "policy":
+            return False
         installed = all(importlib.util.find_spec(module) for module in ("torch", "liger_kernel"))
         return installed and jax.default_backend() == "gpu"
     return True
@@ -178,6 +189,21 @@ def _drawn(case: shapes.HeadShape, *, trained: bool) -> _Inputs:
     return _Inputs(*jax.block_until_ready(draw(jax.random.key(0))))
 
 
+def _grpo(log_prob: jax.Array, before: jax.Array, advantage: jax.Array) -> jax.Array:
+    ratio = jnp.exp(log_prob - before)
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+
+
+def _with_advantages(inputs: _Inputs) -> _Inputs:
+    """Advantages, of one sign as errors are relative to their sum, and log-probabilities before that are near those of
+    now: no token is about to be clipped."""
+    lse, target = _lse_and_target(inputs.x, inputs.kernel, inputs.labels)
+    noise = 0.02 * jax.random.normal(jax.random.key(1), lse.shape)
+    return dataclasses.replace(
+        inputs, arrays=(target - lse + noise, jax.random.uniform(jax.random.key(2), lse.shape) + 0.5)
+    )
+
+
 @jax.jit
 def _lse_and_target(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both float32 [tokens], from float32 logits of products that are exact."""
@@ -203,6 +229,10 @@ def _exact(inputs: _Inputs) -> _Exact:
     x = np.asarray(inputs.x.astype(jnp.float32)).astype(np.float64)
     labels = np.asarray(inputs.labels)
     (tokens, _), vocab = x.shape, inputs.kernel.shape[1]
+    loss, weight = np.mean(lse - target), np.ones(tokens)
+    if inputs.arrays:
+        values, pull = jax.vjp(lambda log_prob: _grpo(log_prob, *inputs.arrays), jnp.float32(target - lse))
+        loss, weight = np.mean(values), -np.asarray(pull(jnp.ones(tokens))[0], np.float64)
 
     def kernel(columns: Any) -> np.ndarray:
         return np.asarray(inputs.kernel[:, columns].astype(jnp.bfloat16).astype(jnp.float32)).astype(np.float64)
@@ -213,11 +243,12 @@ def _exact(inputs: _Inputs) -> _Exact:
     logits -= logits.max(axis=1, keepdims=True)
     gradient = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     gradient[np.arange(len(rows)), labels[rows]] -= 1
+    gradient *= weight[rows, None]
     dx = sum(gradient[:, block] @ kernel(block).T for block in blocks) / tokens
 
     columns = np.unique(np.geomspace(1, vocab, _CHECKED).astype(np.int32) - 1)  # of frequent labels and of rare ones
-    gradient = np.exp(x @ kernel(columns) - lse[:, None]) - (labels[:, None] == columns)
-    return _Exact(float(np.mean(lse - target)), rows, dx, columns, x.T @ gradient / tokens)
+    gradient = weight[:, None] * (np.exp(x @ kernel(columns) - lse[:, None]) - (labels[:, None] == columns))
+    return _Exact(float(loss), rows, dx, columns, x.T @ gradient / tokens)
 
 
 # Implementations
@@ -239,11 +270,12 @@ def _build(name: str, inputs: _Inputs, accumulator: _Accumulator | None, exact: 
     """What the candidate reads are the loss, and the exact result's rows of dx and columns of dkernel."""
     if name == "liger":
         return _build_liger(inputs, exact)
-    operands = inputs.x, inputs.kernel, inputs.labels
+    operands = inputs.operands
     if name in OURS and accumulator is not None:
         call, compiled = _accumulating(name, inputs, accumulator)
     else:
-        call = compiled = jax.jit(jax.value_and_grad(_loss(name), argnums=(0, 1))).lower(*operands).compile()
+        loss = _policy_loss(name) if inputs.arrays else _loss(name)
+        call = compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*operands).compile()
 
     def read(output: Any) -> tuple[Any, Any, Any]:
         loss, (dx, dkernel) = output
@@ -298,6 +330,36 @@ def _loss(name: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     return loss
+
+
+def _policy_loss(name: str) -> Callable[..., jax.Array]:
+    """The mean of `_grpo` of x [tokens, hidden], kernel [hidden, vocab], labels [tokens] and arrays [tokens]."""
+    if name in OURS:
+        return lambda x, kernel, labels, *arrays: ops.linear_token_loss(
+            x, kernel, labels, _grpo, *arrays, **OURS[name], implementation="native"
+        )
+    if name == "maxtext_tiling":
+        return _tiled_policy_loss
+
+    def loss(x: jax.Array, kernel: jax.Array, labels: jax.Array, *arrays: jax.Array) -> jax.Array:
+        logits = x @ kernel.astype(x.dtype)
+        if name == "full_logits":
+            losses = ops.softmax_cross_entropy(logits, labels, reduction="none", implementation="native")
+            return jnp.mean(_grpo(-losses, *arrays))
+        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return jnp.mean(_grpo(jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0], *arrays))
+
+    return loss
+
+
+def _tiled_policy_loss(x: jax.Array, kernel: jax.Array, labels: jax.Array, *arrays: jax.Array) -> jax.Array:
+    @jax.checkpoint
+    def log_probs(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, own = tile
+        logits = (rows @ kernel.astype(rows.dtype)).astype(jnp.float32)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), own[:, None], axis=1)[:, 0]
+
+    return jnp.mean(_grpo(lax.map(log_probs, _tiles(x, labels)).ravel(), *arrays))
 
 
 def _tiled_loss(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:

@@ -91,17 +91,21 @@ class HeadShape(_OfModel):
 
 
 _LLAMA_HEAD = {"hidden": 4096, "vocab": 128_256, "model": "Llama 3 8B"}
+_QWEN_HEAD = {"hidden": 4096, "vocab": 151_936, "model": "Qwen 3 8B"}
 _GEMMA_HEAD = {"hidden": 4096, "vocab": 262_144, "model": "the vocabulary of Gemma 3"}
 HEAD_GPU = (
     HeadShape(tokens=8192, operations=("master", "bf16", "trained"), **_LLAMA_HEAD),
     HeadShape(tokens=4096, operations=("master", "bf16"), **_LLAMA_HEAD),
     HeadShape(tokens=16384, operations=("master", "bf16"), **_LLAMA_HEAD),
+    HeadShape(tokens=8192, operations=("policy",), **_QWEN_HEAD),
     HeadShape(tokens=8192, operations=("master", "bf16"), **_GEMMA_HEAD),
     HeadShape(tokens=65536, operations=("master", "bf16"), full_logits=False, **_GEMMA_HEAD),
 )
 
 HEAD_CPU = (
-    HeadShape(tokens=512, hidden=128, vocab=4096, operations=("master", "bf16", "trained"), model="te-jax train"),
+    HeadShape(
+        tokens=512, hidden=128, vocab=4096, operations=("master", "bf16", "trained", "policy"), model="te-jax train"
+    ),
 )
 
 

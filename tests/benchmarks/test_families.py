@@ -145,9 +145,9 @@ FAMILIES = {
     ),
     "linear_cross_entropy": Family(
         linear_cross_entropy,
-        shapes.HeadShape(tokens=256, hidden=128, vocab=1024, operations=("master",), model="test"),
+        shapes.HeadShape(tokens=256, hidden=128, vocab=1024, operations=("master", "policy"), model="test"),
         (*_HEAD, "liger"),  # which needs a GPU
-        {"master": _HEAD},
+        {"master": _HEAD, "policy": _HEAD},
         {"": {"flops": 6 * 256 * 128 * 1024}},
     ),
     "moe": Family(
