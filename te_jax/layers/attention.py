@@ -97,7 +97,7 @@ class Cache(NamedTuple):
 
     Attributes:
       key, value: [batch, length, kv_heads, head_dim], with rotary positions.
-      filled: int32, the number of tokens that are there.
+      filled: int32, the number of tokens that are there; or [batch], of each sequence.
     """
 
     key: Array
@@ -261,22 +261,25 @@ def attend_cached(
     Returns:
       ([batch, time, heads, head_dim], the cache with these tokens). With more tokens than the cache takes: NaN.
     """
-    time = query.shape[1]
+    time, each = query.shape[1], cache.filled.ndim == 1
+    write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0 if each else 1)
     keys, values = (
-        lax.dynamic_update_slice_in_dim(cached, sharding.Layout.of(cached).apply(new), cache.filled, axis=1)
+        (jax.vmap(write) if each else write)(cached, sharding.Layout.of(cached).apply(new), cache.filled)
         for cached, new in ((cache.key, key), (cache.value, value))
     )
     # Causal masks of ops.attention count queries from 0, and these come after those of the cache.
-    place = cache.filled + lax.broadcasted_iota(jnp.int32, (time, keys.shape[1]), 0)
-    seen = lax.broadcasted_iota(jnp.int32, place.shape, 1)
+    filled = cache.filled[:, None, None, None] if each else cache.filled
+    shape = (*filled.shape[:2], time, keys.shape[1])
+    place = filled + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+    seen = lax.broadcasted_iota(jnp.int32, place.shape, place.ndim - 1)
     visible = seen <= place
     if window is not None and window < keys.shape[1]:
         visible &= seen > place - int(window)
     bias = jnp.where(visible, 0.0, -jnp.inf).astype(query.dtype)
     keys_here, values_here = keys.astype(query.dtype), values.astype(query.dtype)
     mixed = ops.attention(query, keys_here, values_here, bias=bias, sinks=sinks, **options)
-    filled = cache.filled + time
-    return jnp.where(filled <= keys.shape[1], mixed, jnp.nan), Cache(keys, values, filled)
+    fits = filled + time <= keys.shape[1]
+    return jnp.where(fits, mixed, jnp.nan), Cache(keys, values, cache.filled + time)
 
 
 def _validate_cached(key: Array, settings: Settings, segment_ids: object, key_lengths: object, cache: Cache) -> None:

@@ -22,6 +22,7 @@ from te_jax.models.block import Block, rms_norm
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.decoder import Implementation, check_tokens, head_of, requantize
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
+from te_jax.ops.operands import as_array
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling
 
@@ -32,14 +33,16 @@ __all__ = ["generate"]
 @overload
 def generate(
     params: Params, tokens: jax.typing.ArrayLike, config: DecoderConfig, *, max_new_tokens: int,
-    temperature: float = 0.0, top_p: float = 1.0, top_k: int | None = None, key: Array | None = None,
+    lengths: jax.typing.ArrayLike | None = None, temperature: float = 0.0, top_p: float = 1.0,
+    top_k: int | None = None, key: Array | None = None,
     stop_tokens: Collection[int] = (), return_log_probs: Literal[False] = False,
     implementation: Implementation | None = None,
 ) -> Array: ...
 @overload
 def generate(
     params: Params, tokens: jax.typing.ArrayLike, config: DecoderConfig, *, max_new_tokens: int,
-    temperature: float = 0.0, top_p: float = 1.0, top_k: int | None = None, key: Array | None = None,
+    lengths: jax.typing.ArrayLike | None = None, temperature: float = 0.0, top_p: float = 1.0,
+    top_k: int | None = None, key: Array | None = None,
     stop_tokens: Collection[int] = (), return_log_probs: Literal[True],
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array]: ...
@@ -50,6 +53,7 @@ def generate(
     config: DecoderConfig,
     *,
     max_new_tokens: int,
+    lengths: jax.typing.ArrayLike | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int | None = None,
@@ -70,9 +74,12 @@ def generate(
     Args:
       params: of the decoder. Kernels may be quantized, as `te_jax.optim.merge_kernels` puts them into those of a train
         state: nothing is quantized again.
-      tokens: integer [batch, time], each in [0, vocab_size): prompts of one length.
+      tokens: integer [batch, time], each in [0, vocab_size): prompts.
       config: the shape. With experts, a `router.capacity` counts the tokens of each step.
       max_new_tokens: how many follow, at most.
+      lengths: integer [batch], from 1 to time: the tokens of each prompt; those behind them are padding, of any values
+        in [0, vocab_size). None for prompts of one length. Prompts that are padded to one of few lengths share a
+        compilation. Scales of `CurrentScaling` and a capacity of experts count padding, too.
       temperature: divides the logits, which are float32, before a token is drawn; 0 takes the most likely one.
       top_p: tokens are drawn from the most likely ones, as few as have at least this probability together. Among equal
         logits the first tokens are the most likely ones.
@@ -118,6 +125,15 @@ def generate(
         raise ValueError(f"top_p is {top_p!r}: it needs to be a number above 0 and at most 1")
     if top_k is not None and (not is_whole_number(top_k) or top_k < 1):
         raise ValueError(f"top_k is {top_k!r}: it needs to be a whole number of at least 1, or None for all tokens")
+    if lengths is not None:
+        lengths = as_array("lengths", lengths)
+        if lengths.shape != prompt.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise ValueError(f"lengths is {lengths.dtype}{list(lengths.shape)}: it needs to be integers, one a prompt")
+        if not isinstance(lengths, Tracer) and not np.all((np.asarray(lengths) >= 1) & (lengths <= prompt.shape[1])):
+            raise ValueError(
+                f"lengths is {lengths}: each needs to be from 1 to {prompt.shape[1]}, as long as tokens are"
+            )
+        lengths = lengths.astype(jnp.int32)
     if temperature and key is None:
         raise ValueError("key is None, and temperature is not 0: tokens are drawn with a jax.random.key")
     if isinstance(config.recipe, DelayedScaling):
@@ -135,6 +151,7 @@ def generate(
     found, log_probs = _generate(
         params,
         prompt.astype(jnp.int32),
+        lengths,
         jax.random.key(0) if key is None else key,
         jnp.float32(temperature),
         jnp.float32(top_p),
@@ -158,7 +175,7 @@ def _check_values(tokens: object, prompt: Array, vocab_size: int) -> None:
     if outside.size:
         raise ValueError(
             f"tokens has {outside[0]}, and the model knows tokens from 0 to {vocab_size - 1}: read the text with the "
-            "model's own tokenizer, and give prompts of one length without padding"
+            "model's own tokenizer, and pad prompts with any token that there is, with their lengths"
         )
 
 
@@ -166,6 +183,7 @@ def _check_values(tokens: object, prompt: Array, vocab_size: int) -> None:
 def _generate(
     params: Params,
     prompt: Array,
+    lengths: Array | None,
     key: Array,
     temperature: Array,
     top_p: Array,
@@ -201,7 +219,7 @@ def _generate(
         found = found.with_row(done, token, x, ~ended)
         return found, done + 1, token, caches, ended | ends(token)
 
-    x, logits, caches = _run(params, prompt, caches, config, implementation)
+    x, logits, caches = _run(params, prompt, caches, config, implementation, lengths)
     token = chosen(logits, jnp.int32(0))
     found = _Found(jnp.zeros((batch, count), jnp.int32), None, None)
     if softmax is not None:
@@ -266,17 +284,25 @@ def _drawn(logits: Array, temperature: Array, top_p: Array, top_k: Array, key: A
     return jnp.sum(jnp.where(ranks == rank[:, None], tokens, 0), axis=1, dtype=jnp.int32)
 
 
+def _last(x: Array, lengths: Array | None) -> Array:
+    """[batch, 1, hidden] of the last token of each sequence."""
+    return x[:, -1:] if lengths is None else jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+
+
 def _run(
     params: Params,
     tokens: Array,
     caches: list[Cache],
     config: DecoderConfig,
     implementation: Implementation | None,
+    lengths: Array | None = None,
 ) -> tuple[Array, Array, list[Cache]]:
     """The last hidden states [batch, hidden] and logits [batch, V] in float32 after the last of tokens [batch, time],
-    and the caches with them. Several tokens are the first ones."""
+    or of as many as lengths [batch] say, and the caches with them. Several tokens are the first ones."""
     time, filled = tokens.shape[1], []
-    positions = caches[0].filled + jnp.arange(time)
+    filled_before = caches[0].filled
+    positions = lax.broadcasted_iota(jnp.int32, (*filled_before.shape, time), filled_before.ndim)
+    positions += jnp.expand_dims(filled_before, -1)
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     x = tensor_parallel.embed(params["embedding"], tokens, config, None)
     for layer, cache, window in zip(params["layers"], caches, config.windows, strict=True):
@@ -291,11 +317,11 @@ def _run(
         ) -> Array:
             options: Any = {"window": window, "sinks": sinks, "implementation": config.attention}
             mixed, after = attend_cached(query, key, value, cache, **options)
-            filled.append(after)
+            filled.append(after if lengths is None else after._replace(filled=lengths))
             # Without a mask for those that are not there yet, which cuDNN would have to read.
             return ops.attention(query, key, value, causal=True, **options) if time > 1 else mixed
 
         x, _ = Block(layer, None, config, None, implementation)(x, rotary, attend)
-    x = rms_norm(params["final_norm"], config, implementation)(x[:, -1:], None)[:, 0]
+    x = rms_norm(params["final_norm"], config, implementation)(_last(x, lengths), None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
     return x, sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled

@@ -107,6 +107,20 @@ def test_as_few_tokens_as_have_top_p_are_drawn_among_equal_ones(top_p, kept):
     assert set(found.tolist()) == set(range(1, 1 + kept))
 
 
+@pytest.mark.parametrize("changes", [{}, {"window": 3}, {"recipe": BlockScaling(), "dtype": "bfloat16"}])
+def test_prompts_of_several_lengths_go_on_as_each_by_itself(changes, params, rng):
+    config, lengths = dataclasses.replace(CONFIG, **changes), [2, 5, 1]
+    tokens = rng.integers(0, 256, (3, 5))
+    run = jax.jit(functools.partial(generate, config=config, max_new_tokens=6, return_log_probs=True))
+    found, log_probs = run(params, tokens, lengths=np.array(lengths))
+    for row, length in enumerate(lengths):
+        alone, of_alone = generate(
+            params, tokens[row : row + 1, :length], config, max_new_tokens=6, return_log_probs=True
+        )
+        np.testing.assert_array_equal(found[row], alone[0])
+        np.testing.assert_allclose(log_probs[row], of_alone[0], atol=2e-2 if changes.get("dtype") else 1e-5)
+
+
 def test_at_most_top_k_tokens_are_drawn(params):
     options = {"max_new_tokens": 1, "temperature": 1e3, "key": jax.random.key(0)}
     likeliest = np.argsort(-np.asarray(jit_apply(params, MANY[:1], config=CONFIG)[0, -1]))
@@ -181,6 +195,8 @@ def test_logits_are_not_rounded_to_16_bits_before_the_largest_is_taken():
         ({"temperature": -1.0}, "temperature is -1.0: it needs to be a finite number of at least 0"),
         ({"temperature": float("nan")}, "temperature is nan: it needs to be a finite number of at least 0"),
         ({"temperature": 1.0}, "key is None, and temperature is not 0"),
+        ({"lengths": np.array([3])}, r"lengths is \[3\]: each needs to be from 1 to 2"),
+        ({"lengths": np.array([1, 1])}, r"lengths is int\d+\[2\]: it needs to be integers, one a prompt"),
         ({"top_k": 0}, "top_k is 0: it needs to be a whole number of at least 1, or None for all tokens"),
         ({"top_p": 0.0}, "top_p is 0.0: it needs to be a number above 0 and at most 1"),
         ({"max_new_tokens": 3 * 10**9}, "max_new_tokens is 3000000000: a prompt of 2 and what follows must be fewer"),
