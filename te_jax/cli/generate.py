@@ -1,23 +1,45 @@
 """`te-jax generate`: a text, continued by a trained model."""
 
+from __future__ import annotations
+
 import argparse
+import contextlib
+import functools
+import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_jax._core.terminal import reason_of
 from te_jax.cli import _options
 from te_jax.cli.errors import UserError, is_out_of_memory
 
+if TYPE_CHECKING:
+    import jax
+
+    from te_jax.models import DecoderConfig
+
 _DESCRIPTION = """\
 Continues a text by a model of te-jax train or of Hugging Face, with keys and values of what was read in a cache. The
-most likely token follows, unless --temperature draws others."""
+most likely token follows, unless --temperature draws others. With --prompts it continues each line of a file, and
+writes a line of JSON for each text that follows, with its tokens and their log-probabilities."""
+
+_BUCKET = 64
+"""Tokens: prompts of a file are padded to a multiple of it, so that files of like lengths share a compilation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `te-jax generate` to a parser."""
     parser.description = _DESCRIPTION
-    parser.add_argument("prompt", metavar="TEXT", help="text to continue; - reads it from stdin")
+    parser.add_argument("prompt", nargs="?", metavar="TEXT", help="text to continue; - reads it from stdin")
+    parser.add_argument(
+        "--prompts",
+        type=_options.path,
+        metavar="FILE",
+        help='in the place of TEXT: a text a line, or a JSON object with "prompt", whose other fields are kept',
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="with --prompts: texts for each prompt (1)")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="with --prompts: texts at once (16)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--run",
@@ -46,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="with --temperature: draw from the likeliest tokens alone, which together have this probability (1)",
     )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="with --temperature: draw from as many of the likeliest tokens at most (all)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="with --temperature: seed of what is drawn (0)")
     parser.add_argument(
         "--dtype",
@@ -70,58 +98,129 @@ def run(args: argparse.Namespace) -> int:
     import dataclasses
 
     import jax
-    import numpy as np
 
     from te_jax.cli import _placement, _trained
-    from te_jax.models import generate
 
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed is {args.seed}: it must lie between 0 and {2**32 - 1}")
-    prompt = _text_to_continue(args.prompt)
+    for name in ("samples", "batch"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    if (args.prompt is None) == (args.prompts is None):
+        raise UserError("give a text to continue, or --prompts FILE, and not both")
+    records = [{"prompt": _text_to_continue(args.prompt)}] if args.prompts is None else _records_of(args.prompts)
     dtype = _trained.dtype_of(args.dtype)
     trained = _trained.of_run(args.run, dtype) if args.from_ is None else _trained.of_folder(args.from_, dtype)
     tokenizer = _trained.tokenizer_of(trained)
-    tokens = list(prompt.encode()) if tokenizer is None else tokenizer.prompt(prompt)
-    if not tokens:
+    prompts = [
+        list(record["prompt"].encode()) if tokenizer is None else tokenizer.prompt(record["prompt"])
+        for record in records
+    ]
+    if not all(prompts):
         raise UserError("the text to continue is empty: give at least one character")
-    if max(tokens) >= trained.config.vocab_size:
-        raise UserError(
-            f"the tokenizer gives token {max(tokens)}, and {trained.name} knows {trained.config.vocab_size}"
-        )
+    if (largest := max(map(max, prompts))) >= trained.config.vocab_size:
+        raise UserError(f"the tokenizer gives token {largest}, and {trained.name} knows {trained.config.vocab_size}")
     config = dataclasses.replace(trained.config, dtype=dtype.name)
     stop = tuple(token for token in _ends(trained.folder) if token < config.vocab_size)
-    vectors = 2 * config.num_layers * config.num_kv_heads * (len(tokens) + max(args.max_new_tokens, 0))
+    rows, longest = 1 if args.prompts is None else args.batch, max(map(len, prompts))
+    vectors = 2 * rows * config.num_layers * config.num_kv_heads * (longest + max(args.max_new_tokens, 0))
     needed, present = vectors * config.head_dim * dtype.itemsize, _placement.memory_of(jax.devices()[:1])
     if needed > present:
         raise UserError(
             f"--max-new-tokens is {args.max_new_tokens}: keys and values of as many tokens take "
             f"{needed / 2**30:,.2f} GiB, and the device has {present / 2**30:,.2f} GiB: choose a smaller number"
         )
+    run = functools.partial(_generated, args, trained.params, config, stop)
+
+    def text_of(tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace") if tokenizer is None else tokenizer.text(tokens)
+
     try:
-        new_tokens = generate(
-            trained.params,
-            np.array([tokens], np.int32),
-            config,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            key=jax.random.key(args.seed),
-            stop_tokens=stop,
-        )
+        if args.prompts is None:
+            tokens, _ = run(prompts, jax.random.key(args.seed), None)
+            print(text_of(prompts[0] + _until(tokens[0], stop, keep=False)))
+            return 0
+        samples = [
+            (record, prompt) for record, prompt in zip(records, prompts, strict=True) for _ in range(args.samples)
+        ]
+        time = -(-longest // _BUCKET) * _BUCKET
+        for number, first in enumerate(range(0, len(samples), rows)):
+            batch = samples[first : first + rows]
+            together = [prompt for _, prompt in batch] + [batch[0][1]] * (rows - len(batch))
+            key = jax.random.fold_in(jax.random.key(args.seed), number)
+            tokens, log_probs = run(together, key, time)
+            for (record, _), row, values in zip(batch, tokens, log_probs, strict=False):
+                kept = _until(row, stop, keep=True)
+                text = text_of(_until(row, stop, keep=False))
+                print(
+                    json.dumps({**record, "text": text, "tokens": kept, "log_probs": values[: len(kept)]}), flush=True
+                )
     except Exception as error:
         name, _, rest = str(error).partition(" ")
-        if isinstance(error, ValueError) and name in ("max_new_tokens", "temperature", "top_p"):
+        if isinstance(error, ValueError) and name in ("max_new_tokens", "temperature", "top_p", "top_k"):
             raise UserError(f"--{name.replace('_', '-')} {rest}") from error
         if is_out_of_memory(error):
             raise UserError(
-                f"{trained.name} with {len(tokens)} tokens and --max-new-tokens {args.max_new_tokens} is out of memory "
+                f"{trained.name} with {longest} tokens and --max-new-tokens {args.max_new_tokens} is out of memory "
                 f"({reason_of(error)}): choose a shorter text, a smaller number or --dtype bfloat16"
             ) from error
         raise
-    new = np.asarray(new_tokens)[0].tolist()
-    new = new[: next((i for i, token in enumerate(new) if token in stop), len(new))]
-    print(bytes(tokens + new).decode(errors="replace") if tokenizer is None else tokenizer.text(tokens + new))
     return 0
+
+
+def _generated(
+    args: argparse.Namespace,
+    params: Any,
+    config: DecoderConfig,
+    stop: tuple[int, ...],
+    prompts: list[list[int]],
+    key: jax.Array,
+    time: int | None,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """New tokens of each prompt and, where prompts are padded to a time, their log-probabilities."""
+    import numpy as np
+
+    from te_jax.models import generate
+
+    options: Any = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    options |= {"top_k": args.top_k, "key": key, "stop_tokens": stop}
+    if time is None:
+        return np.asarray(generate(params, np.array(prompts, np.int32), config, **options)).tolist(), []
+    padded = np.zeros((len(prompts), time), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    found = generate(params, padded, config, lengths=lengths, return_log_probs=True, **options)
+    tokens, log_probs = (np.asarray(each).tolist() for each in found)
+    return tokens, log_probs
+
+
+def _until(tokens: list[int], stop: tuple[int, ...], *, keep: bool) -> list[int]:
+    """Tokens up to the first that ends a text, with it or without."""
+    end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
+    return tokens[: end + keep]
+
+
+def _records_of(path: Path) -> list[dict[str, Any]]:
+    """The prompts of a file, with what stands beside them."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeError as error:
+        raise UserError(f"--prompts {path} is not UTF-8: convert it, for example with iconv") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record: Any = {"prompt": line}
+        if line.startswith("{"):
+            record = None
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+                raise UserError(f'line {number} of --prompts {path} is a JSON object without a text in "prompt"')
+        if record["prompt"]:
+            records.append(record)
+    if not records:
+        raise UserError(f"--prompts {path} has no text to continue: write one a line")
+    return records
 
 
 def _text_to_continue(word: str) -> str:

@@ -1,6 +1,7 @@
 """`te-jax generate`, and paths of all commands: what cannot be read is one sentence and status 2."""
 
 import io
+import json
 import sys
 from types import SimpleNamespace
 
@@ -72,6 +73,35 @@ def test_each_token_is_drawn_by_itself_and_repeats_with_the_seed(folder, capfdbi
     assert len(set(found.decode().removeprefix("x").rstrip("\n"))) > 3
     assert drawn() == found
     assert drawn("--seed", "1") != found
+
+
+def test_prompts_of_a_file_are_lines_of_json_with_log_probabilities(folder, capsys, tmp_path):
+    """A model whose logits are the same for all bytes. Batches of three, of which the last is not full."""
+    (tmp_path / "prompts").write_text('one\n\n{"prompt": "three", "id": 3}\n')
+    argv = ["generate", "--prompts", str(tmp_path / "prompts"), "--from", folder, "--samples", "2", "--batch", "3"]
+    assert main.main([*argv, "--max-new-tokens", "4", "--temperature", "1"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(record["prompt"], record.get("id")) for record in records] == [("one", None)] * 2 + [("three", 3)] * 2
+    assert len({tuple(record["tokens"]) for record in records}) == 4
+    for record in records:
+        assert record["text"] == bytes(record["tokens"]).decode(errors="replace")
+        np.testing.assert_allclose(record["log_probs"], [-np.log(256)] * 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "sentence"),
+    [
+        ("", [], " has no text to continue: write one a line"),
+        ('{"text": 1}', [], 'is a JSON object without a text in "prompt"'),
+        ("{", [], 'is a JSON object without a text in "prompt"'),
+        ("x", ["y"], "give a text to continue, or --prompts FILE, and not both"),
+        ("x", ["--batch", "0"], "--batch is 0: it must be at least 1"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(content, words, sentence, folder, capsys, tmp_path):
+    (tmp_path / "prompts").write_text(content)
+    argv = ["generate", *words, "--prompts", str(tmp_path / "prompts"), "--from", folder]
+    assert refused(argv, capsys).endswith(sentence)
 
 
 def test_more_tokens_than_memory_has_room_for_are_refused(folder, capsys):

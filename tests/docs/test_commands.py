@@ -63,7 +63,7 @@ def test_commands_are_those_of_te_jax(page, tmp_path):
 
 _WRONG = [
     *("train --recipes block", "train --recipe blocks", "trains", "bench cross_entropy", "train --lora 8"),
-    *("train --from DIR --lora 8 --tp 2", "generate --from DIR", "generate --run DIR --from DIR TEXT", "export"),
+    *("train --from DIR --lora 8 --tp 2", "generate --top-q 1", "generate --run DIR --from DIR TEXT", "export"),
 ]
 
 
