@@ -412,3 +412,8 @@ def test_versions_are_those_of_the_cuda_libraries_that_are_loaded(monkeypatch):
     assert native.cuda_library_versions() == {} or native.has_gpu()
     monkeypatch.setattr(ctypes, "CDLL", opened)
     assert native.cuda_library_versions() == {"cuDNN": "9.19.1"}
+
+
+def test_the_package_has_no_folder_that_is_not_its_own():
+    """What reads all modules of a package would read all below it."""
+    assert {Path(folder).name for folder in te_jax.__path__} == {"te_jax"}
