@@ -17,6 +17,7 @@ from te_jax.cli.errors import UserError, is_out_of_memory
 if TYPE_CHECKING:
     import jax
 
+    from te_jax._core.types import PyTree
     from te_jax.models import DecoderConfig
 
 _DESCRIPTION = """\
@@ -170,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _generated(
     args: argparse.Namespace,
-    params: Any,
+    params: PyTree,
     config: DecoderConfig,
     stop: tuple[int, ...],
     prompts: list[list[int]],
@@ -182,15 +183,24 @@ def _generated(
 
     from te_jax.models import generate
 
-    options: Any = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
-    options |= {"top_k": args.top_k, "key": key, "stop_tokens": stop}
+    draw = functools.partial(
+        generate,
+        params,
+        config=config,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        key=key,
+        stop_tokens=stop,
+    )
     if time is None:
-        return np.asarray(generate(params, np.array(prompts, np.int32), config, **options)).tolist(), []
+        return np.asarray(draw(np.array(prompts, np.int32))).tolist(), []
     padded = np.zeros((len(prompts), time), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    found = generate(params, padded, config, lengths=lengths, return_log_probs=True, **options)
+    found = draw(padded, lengths=lengths, return_log_probs=True)
     tokens, log_probs = (np.asarray(each).tolist() for each in found)
     return tokens, log_probs
 

@@ -166,7 +166,7 @@ def _run_locally(head: Head, wanted: Wanted, token_axes, vocab_axes, operands: d
     x, accumulator = operands["x"], operands.get("accumulator")
     batch, axis, vocab = x.shape[:-1], head.vocab_axis, operands["kernel"].shape[head.vocab_axis]
     alone = not token_axes  # what devices have is not added up
-    chunks = Chunks(head, wanted, vocab_axes, operands, accumulator if alone else None)
+    chunks = HeadChunks(head, wanted, vocab_axes, operands, accumulator if alone else None)
     pieces = {name: a.reshape(-1, *a.shape[len(batch) :]) for name, a in operands.items() if name not in _OF_ALL_TOKENS}
 
     tokens = math.prod(batch)
@@ -229,7 +229,7 @@ def chunk_tokens(tokens: int, vocab: int, itemsize: int, in_fp8: bool) -> int:
 
 
 class _Totals(NamedTuple):
-    """Sums over chunks: of the gradients of kernel and bias, padded as `Chunks` says, and the accumulator with that
+    """Sums over chunks: of the gradients of kernel and bias, padded as `HeadChunks` says, and the accumulator with that
     of kernel. None for none so far."""
 
     kernel: Any
@@ -240,7 +240,7 @@ class _Totals(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ one chunk
 
 
-class Chunks:
+class HeadChunks:
     """Data that all chunks share: the kernel as products read it, and how a chunk is computed.
 
     `padding` columns of zeros follow the kernel, whose logits do not count. With `in_place` products add to the
@@ -305,7 +305,7 @@ class Chunks:
         return lax.psum(dx, self.vocab_axes) if self.vocab_axes and not self.head.rows.vocab_axis else dx
 
     def gradient_of_labels(
-        self, logits: Array, codes: Array, lse: Array, weight: Array, attributes: dict[str, Any]
+        self, logits: Array, codes: Array, lse: Array, weight: Array, attributes: dict[str, float]
     ) -> LogitsGradient:
         """The gradient of Σ weight · loss."""
         head, codec = self.head, self.head.codec

@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jax import Array
 
 from te_jax.ops import _cross_entropy
@@ -16,8 +17,27 @@ from te_jax.ops.linear.local import LocalProducts
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Product
 
-if TYPE_CHECKING:
-    from te_jax.ops.head.chunks import Chunks
+
+class Chunks(Protocol):
+    """What rows read of all chunks, and what they can have computed: `chunks.HeadChunks`."""
+
+    head: Head
+    vocab_axes: tuple[str, ...]
+    vocab: int  # of all shards
+    padding: int
+    dtype: jnp.dtype
+    fixed_kernel: Array | None
+
+    @property
+    def local_vocab(self) -> int: ...
+    def product(self, x: Array, kernel: Array) -> Array: ...
+    def statistics(
+        self, logits: Array, codes: Array, softcap: float, *, with_total: bool = False
+    ) -> tuple[Array, ...]: ...
+    def gradient_of_labels(
+        self, logits: Array, codes: Array, lse: Array, weight: Array, attributes: dict[str, float]
+    ) -> LogitsGradient: ...
+    def quantized_gradient(self, plain: Array) -> LogitsGradient: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +102,7 @@ class LabelLoss(Rows):
         self, chunks: Chunks, logits: Array, piece: dict[str, Array]
     ) -> tuple[list[Array], LogitsGradient]:
         codes, lse, loss = piece["codes"], piece.get("lse"), self.loss
-        attributes: Any = loss.gradient_attributes(chunks.vocab) | {"softcap": loss.softcap, "padding": chunks.padding}
+        attributes = loss.gradient_attributes(chunks.vocab) | {"softcap": loss.softcap, "padding": chunks.padding}
         weight = where_counted(codes, piece["factor"])
         if lse is None and chunks.head.codec is None and not chunks.vocab_axes:
             with_total = loss.label_smoothing > 0.0

@@ -15,8 +15,7 @@ from jax import Array, lax
 
 from te_jax.ops import _cross_entropy
 from te_jax.ops._cross_entropy import IGNORED, Loss, where_counted
-from te_jax.ops.head.chunks import Chunks
-from te_jax.ops.head.rows import LogitsGradient, Rows
+from te_jax.ops.head.rows import Chunks, LogitsGradient, Rows
 from te_jax.reference.token_distributions import Softmax
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
