@@ -25,8 +25,7 @@ The state of delayed scaling has this type. It is what `flax.nnx.bridge` makes o
 
 # Flax made this class without a name that pickle could find.
 if getattr(sys.modules[OverwriteWithGradient.__module__], OverwriteWithGradient.__qualname__, None) is None:
-    OverwriteWithGradient.__module__ = "te_jax.nnx"
-    OverwriteWithGradient.__name__ = OverwriteWithGradient.__qualname__ = "OverwriteWithGradient"
+    OverwriteWithGradient.__module__, OverwriteWithGradient.__qualname__ = "te_jax.nnx", "OverwriteWithGradient"
 
 
 class ExpertBias(nnx.Variable):

@@ -87,7 +87,7 @@ def linear_divergence(
       >>> loss = lambda kernel: te_jax.ops.linear_divergence(x, kernel, teacher_x, teacher_kernel)
       >>> value, gradient = jax.value_and_grad(loss)(kernel)
       >>> round(float(value), 2), round(float(gradient[0, 3]), 2)
-      (1.12, -0.56)
+      (1.08, -0.56)
     """
     weight = None if weight is None else as_array("weight", weight)
     operands = HeadOperands.of(x, kernel, bias, kernel_contracting=kernel_contracting, weight=weight)
