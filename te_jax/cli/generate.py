@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     config = dataclasses.replace(trained.config, dtype=dtype.name)
     stop = tuple(token for token in _ends(trained.folder) if token < config.vocab_size)
     rows, longest = 1 if args.prompts is None else args.batch, max(map(len, prompts))
-    vectors = 2 * rows * config.num_layers * config.num_kv_heads * (longest + max(args.max_new_tokens, 0))
+    time = longest if args.prompts is None else -(-longest // _BUCKET) * _BUCKET
+    vectors = 2 * rows * config.num_layers * config.num_kv_heads * (time + max(args.max_new_tokens, 0))
     needed, present = vectors * config.head_dim * dtype.itemsize, _placement.memory_of(jax.devices()[:1])
     if needed > present:
         raise UserError(
@@ -144,7 +145,6 @@ def run(args: argparse.Namespace) -> int:
         samples = [
             (record, prompt) for record, prompt in zip(records, prompts, strict=True) for _ in range(args.samples)
         ]
-        time = -(-longest // _BUCKET) * _BUCKET
         for number, first in enumerate(range(0, len(samples), rows)):
             batch = samples[first : first + rows]
             together = [prompt for _, prompt in batch] + [batch[0][1]] * (rows - len(batch))

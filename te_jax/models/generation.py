@@ -129,7 +129,8 @@ def generate(
         lengths = as_array("lengths", lengths)
         if lengths.shape != prompt.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise ValueError(f"lengths is {lengths.dtype}{list(lengths.shape)}: it needs to be integers, one a prompt")
-        if not isinstance(lengths, Tracer) and not np.all((np.asarray(lengths) >= 1) & (lengths <= prompt.shape[1])):
+        known = not isinstance(lengths, Tracer) and lengths.is_fully_addressable
+        if known and not np.all((np.asarray(lengths) >= 1) & (np.asarray(lengths) <= prompt.shape[1])):
             raise ValueError(
                 f"lengths is {lengths}: each needs to be from 1 to {prompt.shape[1]}, as long as tokens are"
             )
