@@ -66,6 +66,7 @@ _WHOLE = ("whole_model", _H200, "step", "8b-32x1x8192")
 _FLAX = ("flax_models", first_screen.DEVICE, "step")
 _BLOCK = "block", "4x2048x4096x14336"
 _HEAD = ("linear_cross_entropy", _H100, "master", "8192x4096x128256")
+_POLICY = ("linear_cross_entropy", _H200, "policy", "8192x4096x151936")
 _LOGITS = ("softmax_cross_entropy", _H200, "forward_backward", "8192x128256-bfloat16")
 _PACKED = ("attention", _H200, "forward_backward", "1x8192x32x8x128-4documents")
 _RING = ("attention", _H100, "forward_backward", "1x32768x32x8x128")
@@ -96,8 +97,10 @@ GAINS = (
     ("", "", _STEP, _BEST, "flax_fp8", "Flax's FP8, its head in bfloat16"),
     ("… with Adam's moments in float32, as the peers have them", "", _STEP, "te_jax_block_float32_moments", "bf16",
      _PLAIN),
-    ("… of a plain Flax NNX model, after three changes", "", (*_FLAX, first_screen.CASE), _USERS, "nnx",
+    ("… of a plain Flax NNX model, after three changes", "1 × H200", (*_FLAX, first_screen.CASE), _USERS, "nnx",
      "the model before"),
+    ("… after six", "", (*_FLAX, first_screen.CASE), "nnx_attention", "nnx", "the model before"),
+    ("", "", (*_FLAX, "8b-8x4x2048"), "nnx_attention", "nnx", "the model before, 4 × 2048 tokens"),
     ("the same step with FSDP and recomputation", "2 × H100", _FSDP, _BEST, "bf16", _PLAIN),
     ("", "", _FSDP, _BEST, "torch_fsdp2", "PyTorch's FSDP2, bfloat16"),
     ("… of the NNX model, after the same changes", "", _FSDP, _USERS, "bf16", _PLAIN),
@@ -108,6 +111,9 @@ GAINS = (
     ("output head and loss with gradients, vocabulary 128256, bfloat16", "1 × H100", _HEAD, "te_jax", "optax",
      "jnp and optax"),
     ("… gradients in FP8", "", _HEAD, "te_jax_fp8_backward", "optax", "jnp and optax, bfloat16"),
+    ("output head and GRPO's loss with gradients, vocabulary 151936, gradients in FP8", "1 × H200", _POLICY,
+     "te_jax_fp8_backward", "optax", "jnp and optax, bfloat16"),
+    ("", "", _POLICY, "te_jax_fp8_backward", "maxtext_tiling", "chunks of tokens in plain JAX, bfloat16"),
     ("a layer of 64 experts (OLMoE 7B), gradients in FP8", "1 × H100", _EXPERTS, "te_jax_block", "te_jax",
      "te_jax in bfloat16"),
     ("a grouped GEMM of 8 experts in FP8, block scaling", "1 × H100", _GROUPED, "te_jax_block", "te_jax",
@@ -143,9 +149,9 @@ CHANGES = (
     ("4. all of the head in FP8", "_logits"),
     ("5. bfloat16 parameters with int16 remainders", "_params"),
     ("6. `te_jax.ops.attention`, with FlashAttention 3", "_attention"),
-    ("`TransformerBlock` in the place of the blocks", "_blocks"),
+    ("after 3: `TransformerBlock` in the place of the blocks", "_blocks"),
 )
-"""The changes of the fast step, each with those before it: in words, and in names of implementations."""
+"""The changes of the fast step: in words, and in names of implementations. The numbered ones have those before them."""
 
 SHARED = (
     ("plain JAX, bfloat16", "bf16"),
@@ -300,18 +306,39 @@ def gains_table(root: Path, page_folder: Path, gains: Sequence[Any]) -> str:
 
 
 def whole_table(root: Path, page_folder: Path) -> str:
-    """Time, tokens and memory of a step of a model with all of its layers on one GPU."""
-    results = _results(root, "nvidia-h200", "whole_model")
-    document = json.loads(results.read_text(encoding="utf-8"))
-    rows = {row["implementation"]: row for row in document["rows"] if row["case"] == "8b-32x1x8192"}
-    plain, body = rows["bf16"]["median_ms"], []
+    """Time, tokens and memory of a step of a model with all of its layers on one GPU, of one microbatch and of four."""
+    results = [_results(root, _H200, family) for family in ("whole_model", "whole_model_4microbatches")]
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in results]
+    one, four = ({row["implementation"]: row for row in document["rows"]} for document in documents)
+    plain, body = one["bf16"]["median_ms"], []
+
+    without_memory = {each["implementation"] for each in documents[1]["skipped"] if "Out of memory" in each["reason"]}
+
+    def tokens_and_memory(row: dict[str, Any] | None, name: str) -> tuple[str, str]:
+        if row:
+            return f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / 1e9:.1f}"
+        return "out of memory" if name in without_memory else "", ""
+
     for words, name in WHOLE:
-        row = rows[name]
-        figures = f"{row['median_ms']:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / 1e9:.1f}"
-        body.append([words, *figures, f"{plain / row['median_ms']:.2f}×"])
-    table = _markdown_table(["", "ms", "tokens/s", "GB", "as fast"], body, left=1)
-    link = _relative(results.with_suffix(".md"), page_folder)
-    return f"{table}\n[All rows and times by kind]({link}). {provenance(document)}\n"
+        row = one[name]
+        speed = f"{plain / row['median_ms']:.2f}×"
+        body.append(
+            [
+                words,
+                f"{row['median_ms']:.1f}",
+                speed,
+                *tokens_and_memory(row, name),
+                *tokens_and_memory(four.get(name), name),
+            ]
+        )
+    headings = ["", "ms", "as fast", "tokens/s", "GB", "4 microbatches: tokens/s", "GB"]
+    links = (f"[All rows]({_relative(path.with_suffix('.md'), page_folder)})" for path in results)
+    return "\n".join(
+        [
+            _markdown_table(headings, body, left=1),
+            *(f"{link}. {provenance(of)}\n" for link, of in zip(links, documents, strict=True)),
+        ]
+    )
 
 
 def changes_table(root: Path, page_folder: Path) -> str:
@@ -327,12 +354,10 @@ def changes_table(root: Path, page_folder: Path) -> str:
         return f"{row['peak_bytes'] / 1e9:.1f}"
 
     columns = (
-        ("NNX, ms", "8b-8x1x8192", "nnx", milliseconds),
-        ("speed", "8b-8x1x8192", "nnx", times),
-        ("GB", "8b-8x1x8192", "nnx", memory),
-        ("Linen, ms", "8b-8x1x8192", "linen", milliseconds),
-        ("4 × 2048 tokens", "8b-8x4x2048", "nnx", times),
-        ("4 layers", "8b-4x1x8192", "nnx", times),
+        ("NNX, ms", "8b-8x1x8192", milliseconds),
+        ("speed", "8b-8x1x8192", times),
+        ("GB", "8b-8x1x8192", memory),
+        ("4 × 2048 tokens", "8b-8x4x2048", times),
     )
     return _of_changes(root, page_folder, columns)
 
@@ -345,16 +370,16 @@ def waiting_table(root: Path, page_folder: Path) -> str:
 
     case = "8b-8x1x8192"
     columns = (
-        ("ms: no loss is waited for", case, "nnx", of("median_ms")),
-        ("each is, `nnx.jit`", case, "nnx", of("waited_jit_ms")),
-        ("`nnx.cached_partial`", case, "nnx", of("waited_cached_ms")),
-        ("split once, `jax.jit`", case, "nnx", of("waited_split_ms")),
+        ("ms: no loss is waited for", case, of("median_ms")),
+        ("each is, `nnx.jit`", case, of("waited_jit_ms")),
+        ("`nnx.cached_partial`", case, of("waited_cached_ms")),
+        ("split once, `jax.jit`", case, of("waited_split_ms")),
     )
     return _of_changes(root, page_folder, columns)
 
 
-def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str, str, Any]]) -> str:
-    """A line for each of `CHANGES` with all figures of NNX; columns: a heading, a case, a library, and its figure."""
+def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str, Any]]) -> str:
+    """A line for each of `CHANGES` with all figures of the first case; columns: a heading, a case, and its figure."""
     family, device, operation = _FLAX
     results = _results(root, device, family)
     if not results.is_file():
@@ -363,10 +388,11 @@ def _of_changes(root: Path, page_folder: Path, columns: Sequence[tuple[str, str,
     rows = {(row["case"], row["implementation"]): row for row in document["rows"] if row["operation"] == operation}
     body = []
     for words, change in CHANGES:
-        pairs = [(rows.get((case, library + change)), rows.get((case, library))) for _, case, library, _ in columns]
-        found = [None if None in pair else column[3](*pair) for column, pair in zip(columns, pairs, strict=True)]
-        libraries = [library for _, _, library, _ in columns]
-        if all(figure is not None or library != "nnx" for figure, library in zip(found, libraries, strict=True)):
+        pairs = [(rows.get((case, "nnx" + change)), rows.get((case, "nnx"))) for _, case, _ in columns]
+        found = [None if None in pair else column[2](*pair) for column, pair in zip(columns, pairs, strict=True)]
+        if all(
+            figure is not None or case != columns[0][1] for figure, (_, case, _) in zip(found, columns, strict=True)
+        ):
             body.append([words, *(figure or "" for figure in found)])
     table = _markdown_table(["", *(heading for heading, *_ in columns)], body, left=1)
     link = _relative(results.with_suffix(".md"), page_folder)
@@ -544,12 +570,17 @@ def provenance(document: dict[str, Any]) -> str:
 
 
 def _headline_values(document: dict[str, Any]) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
-    """Cases and implementations that the headline has figures for, in order, and the figures."""
-    headline = document["headline"]
+    """Cases and implementations that the headline has figures for, in order, and the figures.
+
+    They are of the first operation measured, where the headline's was not.
+    """
+    headline, rows = document["headline"], document["rows"]
+    operations = [row["operation"] for row in rows]
+    operation = headline["operation"] if headline["operation"] in operations else operations[0]
     value = {
         (row["case"], row["implementation"]): row[headline["figure"]]
-        for row in document["rows"]
-        if row["operation"] == headline["operation"] and row["implementation"] in headline["implementations"]
+        for row in rows
+        if row["operation"] == operation and row["implementation"] in headline["implementations"]
         if headline["figure"] in row  # which a ratio is not where what it compares with was not measured
     }
     cases = list(dict.fromkeys(case for case, _ in value))
