@@ -18,6 +18,7 @@ struct Executor {
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -32,7 +33,8 @@ class Executor {
 
   // Calls body(begin, end) on disjoint ranges that cover [0, count), each of at most `grain` items, and returns when
   // all are done. The caller works too and waits only for ranges that some thread has already begun, so it cannot
-  // deadlock when every thread of the pool is itself inside a handler.
+  // deadlock when every thread of the pool is itself inside a handler. Where the body throws, ranges that have not
+  // begun are left out, and the caller throws the first exception once no thread is inside the body any longer.
   template <typename Body>
   void ParallelFor(int64_t count, int64_t grain, const Body& body) const {
     if (count <= 0) return;
@@ -43,20 +45,31 @@ class Executor {
     struct Progress {
       std::atomic<int64_t> claimed{0};
       std::atomic<int64_t> finished{0};
+      std::atomic<bool> failed{false};
+      std::exception_ptr error;  // of the thread that has set `failed`
     };
     // A helper that starts after the caller has left finds nothing to claim, but still reads the counter: shared.
     auto progress = std::make_shared<Progress>();
     auto work = [progress, ranges, count, grain, &body] {
       for (int64_t range; (range = progress->claimed.fetch_add(1)) < ranges;) {
-        body(range * grain, std::min(count, (range + 1) * grain));
+        try {
+          if (!progress->failed) body(range * grain, std::min(count, (range + 1) * grain));
+        } catch (...) {
+          if (!progress->failed.exchange(true)) progress->error = std::current_exception();
+        }
         if (progress->finished.fetch_add(1, std::memory_order_release) + 1 == ranges) progress->finished.notify_all();
       }
     };
-    for (int64_t i = 0; i < helpers; ++i) schedule_(work);
+    try {
+      for (int64_t i = 0; i < helpers; ++i) schedule_(work);
+    } catch (...) {
+      // The helpers there are, and the caller, do all.
+    }
     work();
     for (int64_t done; (done = progress->finished.load(std::memory_order_acquire)) < ranges;) {
       progress->finished.wait(done, std::memory_order_acquire);
     }
+    if (progress->failed) std::rethrow_exception(std::exchange(progress->error, nullptr));
   }
 
  private:

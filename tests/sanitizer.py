@@ -1,4 +1,4 @@
-"""Programs of C++ sources of the extensions, compiled with ThreadSanitizer."""
+"""Programs of C++ sources of the extensions, compiled with a sanitizer."""
 
 import os
 import shutil
@@ -10,27 +10,27 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def built(folder, *sources):
-    """A program of sources, paths below the root; skips where there is no compiler or no ThreadSanitizer."""
+def built(folder, *sources, name="thread"):
+    """A program of sources, paths below the root; skips where there is no compiler or no sanitizer of that name."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     program = folder / "simulation"
-    flags = ["-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-pthread", f"-I{ROOT / 'cuda_ext'}"]
+    flags = ["-std=c++20", "-O1", "-g1", f"-fsanitize={name}", "-pthread", f"-I{ROOT / 'cuda_ext'}"]
     paths = [str(ROOT / source) for source in sources]
     try:
         subprocess.run([compiler, *flags, *paths, "-o", str(program)], check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
-        if b"tsan" in error.stderr:
-            pytest.skip("needs ThreadSanitizer's runtime")
+        if b"tsan" in error.stderr or b"asan" in error.stderr:
+            pytest.skip("needs the sanitizer's runtime")
         raise AssertionError(error.stderr.decode()) from None
     return program
 
 
 def run(program, rounds, rng):
-    """Runs a program with a number of rounds and a random seed, and fails where it does or ThreadSanitizer reports."""
+    """Runs a program with a number of rounds and a random seed, and fails where it does or the sanitizer reports."""
     seed = str(rng.integers(2**31))
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}
     environment.pop("LD_PRELOAD", None)
     done = subprocess.run(
         [str(program), str(rounds), seed], capture_output=True, text=True, env=environment, timeout=240, check=False
