@@ -8,10 +8,10 @@ from te_jax import native
 
 
 @contextlib.contextmanager
-def late_copies():
-    """Every copy begins up to 2 ms late, and slots hold NaN before."""
+def late_copies(microseconds=2000):
+    """Every copy begins up to so much late, and slots hold NaN before."""
     disturb = native.extension_module("cuda" if jax.default_backend() == "gpu" else "cpu").disturb_offload
-    disturb(2000)
+    disturb(microseconds)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "offload/offload.h"
 #include "targets.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -18,19 +19,33 @@ TE_JAX_INITIALIZED_TARGETS(TE_JAX_DECLARE_INITIALIZE)
 
 namespace te {
 
+// A handler after whose failure, whatever it was, no copy of offload is under way: XLA ends the execution, and with it
+// passes that other handlers have begun, and gives their memory to others.
+template <XLA_FFI_Error* (*kHandler)(XLA_FFI_CallFrame*)>
+XLA_FFI_Error* CallAndSettle(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Error* const error = kHandler(frame);
+  if (error != nullptr) offload::Settle();
+  return error;
+}
+
+template <XLA_FFI_Error* (*kHandler)(XLA_FFI_CallFrame*)>
+nanobind::capsule AsCapsule() {
+  return nanobind::capsule(reinterpret_cast<void*>(CallAndSettle<kHandler>));
+}
+
 // {target name: handler as a PyCapsule, or handlers by stage}, for jax.ffi.register_ffi_target.
 inline nanobind::dict Registrations() {
   nanobind::dict targets;
-#define TE_JAX_ADD(target) targets[#target] = nanobind::capsule(reinterpret_cast<void*>(target));
+#define TE_JAX_ADD(target) targets[#target] = AsCapsule<target>();
   TE_JAX_TARGETS(TE_JAX_ADD)
 #undef TE_JAX_ADD
 #ifdef TE_JAX_CUDA
-#define TE_JAX_ADD_INITIALIZE(target)                                                       \
-  {                                                                                         \
-    nanobind::dict stages;                                                                  \
-    stages["execute"] = targets[#target];                                                   \
-    stages["initialize"] = nanobind::capsule(reinterpret_cast<void*>(target##_initialize)); \
-    targets[#target] = stages;                                                              \
+#define TE_JAX_ADD_INITIALIZE(target)                        \
+  {                                                          \
+    nanobind::dict stages;                                   \
+    stages["execute"] = targets[#target];                    \
+    stages["initialize"] = AsCapsule<target##_initialize>(); \
+    targets[#target] = stages;                               \
   }
   TE_JAX_INITIALIZED_TARGETS(TE_JAX_ADD_INITIALIZE)
 #undef TE_JAX_ADD_INITIALIZE

@@ -22,29 +22,39 @@ class Worker {
     return workers[static_cast<int>(lane)];
   }
 
+  // Returns when all that it was given by now is done.
+  void Finish() {
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [this, last = given_] { return done_ >= last; });
+  }
+
   void Run(std::function<void()> task) {
     const std::lock_guard lock(mutex_);
     if (!started_) std::thread([this] { Loop(); }).detach();
     started_ = true;
     tasks_.push_back(std::move(task));
+    ++given_;
     arrived_.notify_one();
   }
 
  private:
   void Loop() {
-    for (;;) {
-      std::unique_lock lock(mutex_);
+    for (std::unique_lock lock(mutex_);;) {
       arrived_.wait(lock, [this] { return !tasks_.empty(); });
       const std::function<void()> task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
       task();
+      lock.lock();
+      ++done_;
+      ended_.notify_all();
     }
   }
 
   std::mutex mutex_;
-  std::condition_variable arrived_;
+  std::condition_variable arrived_, ended_;
   std::deque<std::function<void()>> tasks_;
+  int64_t given_ = 0, done_ = 0;
   bool started_ = false;
 };
 
@@ -92,7 +102,9 @@ Status CopyInOrder(const Executor&, void* to, const void* from, int64_t bytes) {
   return Status::Ok();
 }
 
-void Settle() {}
+void Settle() {
+  for (const Lane lane : {Lane::kToHost, Lane::kToDevice}) Worker::Of(lane).Finish();
+}
 
 void Disturb(int64_t microseconds) { disturbance = microseconds; }
 int64_t Disturbance() { return disturbance; }

@@ -77,9 +77,7 @@ ffi::Error In(std::string_view name, const AnyBuffer& slots, const AnyBuffer& st
   IsRows(rules, "slots", slots, layout.slots, layout.row_bytes);
   IsRows(rules, "kept", kept, layout.kept, layout.row_bytes);
   if (rules.broken()) return rules.error();
-  const Status status = step(*pass, Memory{BytesOf(stack), BytesOf(slots), BytesOf(kept)});
-  if (!status.ok()) Settle();
-  return ToError(name, status);
+  return ToError(name, step(*pass, Memory{BytesOf(stack), BytesOf(slots), BytesOf(kept)}));
 }
 
 ffi::Error Store(PlatformValue platform, AnyBuffer x, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer kept,

@@ -39,7 +39,8 @@ Status CopyBeside(const Executor& executor, Lane lane, void* to, const void* fro
 // What the executor is given from now on begins after the last copy that `copied` was given to, if there was one.
 Status WaitFor(const Executor& executor, Copied& copied);
 
-// Waits here for all copies of a GPU: after an error XLA gives their memory to others. A CPU has copied by then.
+// Waits here for all copies of the current device that have begun: after an error XLA gives their memory to others. A
+// CPU has copies that have not ended only where tests disturb them.
 void Settle();
 
 // A copy on the device, in the order of the executor.

@@ -3,12 +3,14 @@
 // Several executions at a time store random rows through slots and fetch them again, through one copy lane each way
 // that they share. Copies take random times, and nothing but `Copied` orders them: ThreadSanitizer reports every read
 // and write that a pass leaves unordered, and what comes back is compared besides. Between calls each execution writes
-// over what it has stored. Some passes are abandoned, and others begin in the same memory. Exits with 0 if all went
-// well.
+// over what it has stored. Some passes are abandoned, and others begin in the same memory, or it is given away because
+// another call has failed. Exits with 0 if all went well.
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <random>
 #include <thread>
 
@@ -41,11 +43,17 @@ class Execution {
     const Layout layout(stacked, kept, Draw(1, 3), sizes);
     Bytes stack(stacked * layout.row_bytes), rows(kept * layout.row_bytes), slots(layout.slots * layout.row_bytes);
     const Memory memory{stack.data(), slots.data(), rows.data()};
-    if (Draw(0, 3) == 0) Store(layout, memory, Draw(0, layout.rows() - 1));  // an error ended this pass
+    if (Draw(0, 3) == 0) {  // an error ended this pass
+      Store(layout, memory, Draw(0, layout.rows() - 1));
+      if (Draw(0, 1) == 0) GiveAway({&stack, &slots});
+    }
     Store(layout, memory, layout.rows());
     Bytes arrived(layout.slots * layout.row_bytes);
     const Memory back{stack.data(), arrived.data(), rows.data()};
-    if (Draw(0, 3) == 0) Fetch(layout, back, Draw(0, layout.rows() - 1));
+    if (Draw(0, 3) == 0) {
+      Fetch(layout, back, Draw(0, layout.rows() - 1));
+      if (Draw(0, 1) == 0) GiveAway({&arrived});
+    }
     Fetch(layout, back, layout.rows());
     Must(Passes::All().Find(arrived.data())->complete(), "a pass that has fetched all rows is not complete");
     Forget(slots.data());
@@ -87,6 +95,12 @@ class Execution {
         Must(x == stored_[row][piece], "another row comes back than was stored");
       }
     }
+  }
+
+  // The memory is that of others at once.
+  static void GiveAway(std::initializer_list<Bytes*> memory) {
+    Settle();
+    for (Bytes* const bytes : memory) std::ranges::fill(*bytes, char{1});
   }
 
   // Memory goes back to others once no copy is under way.
