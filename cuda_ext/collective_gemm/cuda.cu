@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string_view>
+#include <variant>
 
 #include "collective_gemm/protocol.h"
 #include "common/cuda_status.h"
@@ -16,8 +17,6 @@
 
 namespace te::collective_gemm {
 namespace {
-
-constexpr int kMostDevices = 64;
 
 // Reads all summands once and writes the result once.
 template <typename T>
@@ -79,12 +78,12 @@ struct Resources {
 struct Device {
   std::mutex mutex;
   std::vector<std::unique_ptr<Resources>> resources;
+  PerDevice<std::monostate> peers;  // whose memory this device may access
 };
 
-// Never freed: threads may still be launching while the process ends.
-Device& DeviceOf(int ordinal) {
-  static auto* devices = new std::array<Device, kMostDevices>;
-  return (*devices)[ordinal % kMostDevices];
+Status CurrentDevice(Device** device) {
+  static PerDevice<Device> devices;
+  return OfCurrentDevice(devices, [](Device&) { return Status::Ok(); }, device);
 }
 
 Status MakeEvent(Resources& resources) {
@@ -108,9 +107,7 @@ class CudaCall {
   }
 
   Status Begin() {
-    int ordinal = 0;
-    TE_JAX_TRY(Check(cudaGetDevice(&ordinal), "cudaGetDevice"));
-    device_ = &DeviceOf(ordinal);
+    TE_JAX_TRY(CurrentDevice(&device_));
     const std::lock_guard lock(device_->mutex);
     for (const auto& resources : device_->resources) {
       if (resources->taken || resources->readers.load() != 0) continue;
@@ -193,17 +190,23 @@ class CudaCall {
   size_t used_ = 0;
 };
 
+// Asks the driver once for each peer.
 Status EnablePeerAccess(const Group& group) {
+  Device* device = nullptr;
+  TE_JAX_TRY(CurrentDevice(&device));
   for (const int place : group.devices) {
     const int peer = OrdinalOf(place);
     if (peer < 0 || peer == group.device()) continue;  // a device of another process, whose segment is opened instead
-    const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
-    if (error == cudaSuccess) continue;
-    static_cast<void>(cudaGetLastError());
-    if (error != cudaErrorPeerAccessAlreadyEnabled) {
+    const auto enable = [&](std::monostate) {
+      const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
+      if (error == cudaSuccess) return Status::Ok();
+      static_cast<void>(cudaGetLastError());
+      if (error == cudaErrorPeerAccessAlreadyEnabled) return Status::Ok();
       return Status::Failed("GPU " + std::to_string(group.device()) + " cannot reach GPU " + std::to_string(peer) +
                             " directly (" + cudaGetErrorString(error) + "): use transport='ring' or 'xla'");
-    }
+    };
+    std::monostate* enabled = nullptr;
+    TE_JAX_TRY(device->peers.Of(peer, enable, &enabled));
   }
   return Status::Ok();
 }
@@ -264,6 +267,7 @@ constexpr unsigned kBetweenProcesses = cudaEventDisableTiming | cudaEventInterpr
 
 Status CreateSegment(int device, int64_t bytes, std::unique_ptr<Segment>& made) {
   const ScopedDevice scoped(device);
+  TE_JAX_TRY(scoped.status());
   void* data = nullptr;
   cudaEvent_t events[2] = {};
   std::string description;
@@ -293,6 +297,7 @@ Status CreateSegment(int device, int64_t bytes, std::unique_ptr<Segment>& made) 
 
 Status OpenSegment(int device, int64_t, const std::string& description, std::unique_ptr<Segment>& opened) {
   const ScopedDevice scoped(device);
+  TE_JAX_TRY(scoped.status());
   cudaIpcMemHandle_t memory{};
   cudaIpcEventHandle_t handles[2] = {};
   std::string_view text = description;
@@ -321,6 +326,7 @@ Status ReduceScatter(const Executor& executor, const Group& group, const ReduceS
 
 Status PrepareAllGather(const Executor& executor, const Group& group, const AllGatherProblem& p) {
   const ScopedDevice scoped(group.device());
+  TE_JAX_TRY(scoped.status());
   TE_JAX_TRY(PrepareCall(group));
   for (const Product& product : p.products) {
     for (int rank = 0; rank < group.size(); ++rank) {
@@ -332,6 +338,7 @@ Status PrepareAllGather(const Executor& executor, const Group& group, const AllG
 
 Status PrepareReduceScatter(const Executor& executor, const Group& group, const ReduceScatterProblem& p) {
   const ScopedDevice scoped(group.device());
+  TE_JAX_TRY(scoped.status());
   TE_JAX_TRY(PrepareCall(group));
   cudaFuncAttributes attributes;
   TE_JAX_TRY(Check(cudaFuncGetAttributes(&attributes, SumParts<float>), "cudaFuncGetAttributes"));

@@ -3,8 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <string>
+#include <utility>
+#include <variant>
 
+#include "common/per_device.h"
 #include "common/status.h"
 
 namespace te {
@@ -22,6 +26,28 @@ inline Status Check(cudaError_t error, const char* what) {
   return Status::Failed(message);
 }
 
+// The current device's value, as `PerDevice::Of` makes it.
+template <typename T, typename Make>
+Status OfCurrentDevice(PerDevice<T>& values, const Make& make, T** value) {
+  int device = 0;
+  if (Status s = Check(cudaGetDevice(&device), "cudaGetDevice"); !s.ok()) return s;
+  return values.Of(device, make, value);
+}
+
+// Sets attributes of a kernel before its first launch on the current device.
+template <auto kKernel>
+Status SetAttributesOnce(std::initializer_list<std::pair<cudaFuncAttribute, int>> attributes) {
+  static PerDevice<std::monostate> set;
+  std::monostate* unused = nullptr;
+  const auto set_all = [&](std::monostate) {
+    for (const auto& [attribute, value] : attributes) {
+      TE_JAX_TRY(Check(cudaFuncSetAttribute(kKernel, attribute, value), "cudaFuncSetAttribute"));
+    }
+    return Status::Ok();
+  };
+  return OfCurrentDevice(set, set_all, &unused);
+}
+
 // An attribute of the current device.
 inline Status GetAttribute(cudaDeviceAttr attribute, int* value) {
   int device = 0;
@@ -31,20 +57,26 @@ inline Status GetAttribute(cudaDeviceAttr attribute, int* value) {
 
 inline Status CountMultiprocessors(int* count) { return GetAttribute(cudaDevAttrMultiProcessorCount, count); }
 
-// The device is current while this lives.
+// The device is current while this lives, where status() is Ok.
 class ScopedDevice {
  public:
-  explicit ScopedDevice(int ordinal) {
-    if (cudaGetDevice(&before_) == cudaSuccess && before_ != ordinal) cudaSetDevice(ordinal);
-  }
+  explicit ScopedDevice(int ordinal) : status_(Enter(ordinal)) {}
   ~ScopedDevice() {
     if (before_ >= 0) cudaSetDevice(before_);
   }
   ScopedDevice(const ScopedDevice&) = delete;
   ScopedDevice& operator=(const ScopedDevice&) = delete;
 
+  const Status& status() const { return status_; }
+
  private:
+  Status Enter(int ordinal) {
+    TE_JAX_TRY(Check(cudaGetDevice(&before_), "cudaGetDevice"));
+    return before_ == ordinal ? Status::Ok() : Check(cudaSetDevice(ordinal), "cudaSetDevice");
+  }
+
   int before_ = -1;
+  Status status_;
 };
 
 }  // namespace te

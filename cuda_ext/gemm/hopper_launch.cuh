@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "common/cuda_status.h"
-#include "common/once_per_device.h"
 #include "common/tma.cuh"
 #include "gemm/hopper.h"
 #include "gemm/hopper_kernel.cuh"
@@ -46,23 +45,11 @@ inline bool DescribeRow(CUtensorMap* map, const float* data, int64_t values, int
                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
-struct Device {
-  int ordinal = -1;
-  int clusters = 0;  // of two multiprocessors
-};
-
-inline cudaError_t CurrentDevice(Device* device) {
-  static thread_local Device known;
-  int ordinal;
-  if (const cudaError_t error = cudaGetDevice(&ordinal); error != cudaSuccess) return error;
-  if (known.ordinal != ordinal) {
-    int multiprocessors;
-    const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
-    if (error != cudaSuccess) return error;
-    known = {ordinal, multiprocessors / 2};
-  }
-  *device = known;
-  return cudaSuccess;
+// Clusters of two multiprocessors.
+inline Status CountClusters(int* count) {
+  TE_JAX_TRY(CountMultiprocessors(count));
+  *count /= 2;
+  return Status::Ok();
 }
 
 // Cycles that a problem takes, from those of a step and of an epilogue (docs/measurements.md): what decides between
@@ -107,12 +94,8 @@ Status Describe(Arguments& arguments, const Problem& problem) {
 
 template <typename C>
 Status Start(cudaStream_t stream, const ArgumentsOf<C>& arguments, int clusters, int bytes_of_table) {
-  static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run([] {
-    constexpr int kBytes = C::kGrouping == Grouping::kNone ? C::kBytes : kSharedBytes;
-    return cudaFuncSetAttribute(Multiply<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  });
-  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
+  constexpr int kBytes = C::kGrouping == Grouping::kNone ? C::kBytes : kSharedBytes;
+  TE_JAX_TRY(SetAttributesOnce<Multiply<C>>({{cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes}}));
   Multiply<C><<<2 * clusters, C::kThreads, C::kBytes + bytes_of_table, stream>>>(arguments);
   return Check(cudaGetLastError(), "kernel launch");
 }
@@ -137,24 +120,23 @@ Status DescribeMore(ArgumentsOf<C>& arguments, const Problem& problem, std::span
 }
 
 template <typename C>
-Status Launch(cudaStream_t stream, const Problem& problem, const Device& device,
-              std::span<const OperandPair> more = {}) {
+Status Launch(cudaStream_t stream, const Problem& problem, int clusters, std::span<const OperandPair> more = {}) {
   ArgumentsOf<C> arguments{};
   if constexpr (C::kPairs > 1) arguments.groups.b_scales_before = ScalesBefore(problem.b);
   if (Status s = Describe<C>(arguments, problem); !s.ok()) return s;
   if (Status s = DescribeMore<C>(arguments, problem, more); !s.ok()) return s;
-  return Start<C>(stream, arguments, std::min(ClusterTiles<C>(problem), device.clusters), 0);
+  return Start<C>(stream, arguments, std::min(ClusterTiles<C>(problem), clusters), 0);
 }
 
 // The configuration of fewest cycles.
 template <typename First, typename Second>
 Status LaunchBest(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more = {}) {
-  Device device;
-  if (Status s = Check(CurrentDevice(&device), "cudaGetDevice"); !s.ok()) return s;
-  if (Cycles<Second>(problem, device.clusters, more) < Cycles<First>(problem, device.clusters, more)) {
-    return Launch<Second>(stream, problem, device, more);
+  int clusters = 0;
+  TE_JAX_TRY(CountClusters(&clusters));
+  if (Cycles<Second>(problem, clusters, more) < Cycles<First>(problem, clusters, more)) {
+    return Launch<Second>(stream, problem, clusters, more);
   }
-  return Launch<First>(stream, problem, device, more);
+  return Launch<First>(stream, problem, clusters, more);
 }
 
 // Three warpgroups with 64 rows each, or two with 128. Where one scale follows all sums and they are promoted, three

@@ -38,7 +38,7 @@ double GroupedCycles(const Problem& problem, const Groups& groups, int clusters)
 }
 
 template <typename C>
-Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups, const Device& device,
+Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups, int most_clusters,
                      const OperandPair* second = nullptr) {
   ArgumentsOf<C> arguments{};
   arguments.groups = groups;
@@ -56,7 +56,7 @@ Status LaunchGrouped(cudaStream_t stream, const Problem& problem, Groups groups,
     groups.parts = std::min(parts_at_once, parts - first);
     arguments.groups = groups;
     const int64_t tiles = MostGroupedTiles<C>(problem, groups);
-    const int clusters = static_cast<int>(std::min<int64_t>(tiles, device.clusters));
+    const int clusters = static_cast<int>(std::min<int64_t>(tiles, most_clusters));
     if (Status s = Start<C>(stream, arguments, clusters, BytesOfTable<C>(groups)); !s.ok()) return s;
   }
   return Status::Ok();
@@ -68,13 +68,12 @@ Status RunGroupedProduct(cudaStream_t stream, const Problem& problem, const Grou
                          const OperandPair* second = nullptr) {
   using First = Tile192<kProduct>;
   using Second = Tile256<kProduct>;
-  Device device;
-  if (Status s = Check(CurrentDevice(&device), "cudaGetDevice"); !s.ok()) return s;
-  if (GroupedCycles<Second>(problem, groups, device.clusters) <
-      GroupedCycles<First>(problem, groups, device.clusters)) {
-    return LaunchGrouped<Second>(stream, problem, groups, device, second);
+  int clusters = 0;
+  TE_JAX_TRY(CountClusters(&clusters));
+  if (GroupedCycles<Second>(problem, groups, clusters) < GroupedCycles<First>(problem, groups, clusters)) {
+    return LaunchGrouped<Second>(stream, problem, groups, clusters, second);
   }
-  return LaunchGrouped<First>(stream, problem, groups, device, second);
+  return LaunchGrouped<First>(stream, problem, groups, clusters, second);
 }
 
 template <Grouping kGrouping, Mode kMode, int kPairs = 1>

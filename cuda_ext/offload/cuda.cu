@@ -13,23 +13,29 @@ namespace {
 
 std::atomic<int64_t> disturbance{0};
 
+// Streams of a device that wait for no other.
 struct Lanes {
-  std::mutex mutex;
   cudaStream_t streams[2] = {};
+
+  ~Lanes() {
+    for (const cudaStream_t stream : streams) {
+      if (stream != nullptr) cudaStreamDestroy(stream);
+    }
+  }
 };
 
-// Streams of a device that wait for no other, made at their first use.
+PerDevice<Lanes> lanes_of_devices;
+
 Status StreamOf(Lane lane, cudaStream_t& stream) {
-  constexpr int kDevices = 64;
-  static Lanes* const lanes = new Lanes[kDevices];
-  int device = 0;
-  TE_JAX_TRY(Check(cudaGetDevice(&device), "cudaGetDevice"));
-  if (device >= kDevices) return Status::Failed("device " + std::to_string(device) + " is beyond the 64th");
-  Lanes& own = lanes[device];
-  const std::lock_guard lock(own.mutex);
-  cudaStream_t& found = own.streams[static_cast<int>(lane)];
-  if (found == nullptr) TE_JAX_TRY(Check(cudaStreamCreateWithFlags(&found, cudaStreamNonBlocking), "cudaStreamCreate"));
-  stream = found;
+  Lanes* lanes = nullptr;
+  const auto make = [](Lanes& made) {
+    for (cudaStream_t& one : made.streams) {
+      TE_JAX_TRY(Check(cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking), "cudaStreamCreate"));
+    }
+    return Status::Ok();
+  };
+  TE_JAX_TRY(OfCurrentDevice(lanes_of_devices, make, &lanes));
+  stream = lanes->streams[static_cast<int>(lane)];
   return Status::Ok();
 }
 
@@ -85,11 +91,13 @@ Status CopyInOrder(const Executor& executor, void* to, const void* from, int64_t
   return Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, executor.stream), "cudaMemcpyAsync");
 }
 
+// A failure here is not of this call, and was reported or will be.
 void Settle() {
-  for (const Lane lane : {Lane::kToHost, Lane::kToDevice}) {
-    cudaStream_t stream = nullptr;
-    if (StreamOf(lane, stream).ok()) cudaStreamSynchronize(stream);
-  }
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return;
+  const Lanes* const lanes = lanes_of_devices.Find(device);
+  if (lanes == nullptr) return;
+  for (const cudaStream_t stream : lanes->streams) static_cast<void>(cudaStreamSynchronize(stream));
 }
 
 void Disturb(int64_t microseconds) { disturbance = microseconds; }

@@ -11,7 +11,6 @@
 #include "common/block_limits.h"
 #include "common/cuda_status.h"
 #include "common/dependent_launch.cuh"
-#include "common/once_per_device.h"
 #include "common/tma.cuh"
 #include "common/vector.cuh"
 #include "quantize/amax.cuh"
@@ -76,13 +75,8 @@ Status LaunchBlocks(cudaStream_t stream, int64_t blocks, int bytes, const Parame
   int most = 0;
   if (Status s = CountSharedBytes(&most); !s.ok()) return s;
   most = std::min(most, kMostBytes);
-  static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run([most] {
-    const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-    if (error != cudaSuccess) return error;
-    return cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  });
-  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
+  TE_JAX_TRY(SetAttributesOnce<kKernel>(
+      {{cudaFuncAttributeMaxDynamicSharedMemorySize, most}, {cudaFuncAttributePreferredSharedMemoryCarveout, 100}}));
   return Check(LaunchAsDependent(kKernel, static_cast<unsigned>(blocks), kThreads, bytes, stream, parameters...),
                "kernel launch");
 }

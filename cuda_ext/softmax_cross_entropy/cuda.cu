@@ -22,7 +22,6 @@
 #include "common/block_limits.h"
 #include "common/copy_async.cuh"
 #include "common/cuda_status.h"
-#include "common/once_per_device.h"
 #include "common/vector.cuh"
 #include "quantize/launch.cuh"
 #include "softmax_cross_entropy/softmax_cross_entropy.h"
@@ -597,11 +596,8 @@ template <typename T, bool kSoftcap, bool kTotal>
 Status LaunchBoth(cudaStream_t stream, const Logits& logits, const RowInCluster& in, Statistics out,
                   const Gradient& gradient) {
   auto* kernel = BothOfRow<T, kSoftcap, kTotal>;
-  static OncePerDevice attributes;
-  const cudaError_t error = attributes.Run([kernel, &in] {
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, in.most_bytes);
-  });
-  if (Status s = Check(error, "cudaFuncSetAttribute"); !s.ok()) return s;
+  TE_JAX_TRY((SetAttributesOnce<BothOfRow<T, kSoftcap, kTotal>>(
+      {{cudaFuncAttributeMaxDynamicSharedMemorySize, in.most_bytes}})));
   return Launch(stream, kernel, logits.rows * in.blocks, dim3(kBothThreads), in.blocks, in.share * 16,
                 static_cast<const T*>(logits.data), logits.labels, logits.vocab, logits.stride, in.share,
                 logits.softcap, out, gradient);

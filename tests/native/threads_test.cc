@@ -1,8 +1,9 @@
-// What threads of the extensions share. Bodies of `ParallelFor` throw in some ranges: no thread may be inside the body,
-// or use what the caller has, once it has returned, and the caller gets one of the exceptions. Exits with 0 if all went
-// well.
+// What threads of the extensions share. Several threads ask for values of `PerDevice` at a time. Bodies of
+// `ParallelFor` throw in some ranges: no thread may be inside the body, or use what the caller has, once it has
+// returned, and the caller gets one of the exceptions. Exits with 0 if all went well.
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "common/executor.h"
+#include "common/per_device.h"
 
 namespace te {
 namespace {
@@ -99,6 +101,48 @@ void ThrowInSomeRanges(Pool& pool, std::mt19937& random) {
   }
 }
 
+void AskForValuesOfDevices(unsigned seed) {
+  constexpr int kThreads = 4, kDevices = 100;
+  PerDevice<std::vector<int>> values;
+  std::atomic<int> made[kDevices] = {};
+  std::vector<int>* first[kThreads][kDevices] = {};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::mt19937 random(seed + thread);
+      for (int i = 0; i < 4 * kDevices; ++i) {
+        const int device = i < kDevices ? i : static_cast<int>(random() % kDevices);
+        const bool fails = random() % 4 == 0;
+        std::vector<int>* value = nullptr;
+        const Status status = values.Of(
+            device,
+            [&](std::vector<int>& filled) {
+              if (fails) return Status::Failed("no memory");
+              std::this_thread::sleep_for(std::chrono::microseconds(20));  // so that others make one too
+              filled.assign(3, device);
+              ++made[device];
+              return Status::Ok();
+            },
+            &value);
+        Must(status.ok() == (value != nullptr), "a value that was not made, or one that was and is not given");
+        if (value == nullptr) continue;
+        Must(*value == std::vector<int>(3, device) && values.Find(device) == value, "the value of another device");
+        std::vector<int>*& before = first[thread][device];
+        Must(before == nullptr || before == value, "a device has a second value");
+        before = value;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int device = 0; device < kDevices; ++device) {
+    Must((values.Find(device) != nullptr) == (made[device] > 0), "a value that was made is not kept");
+    for (int thread = 0; thread < kThreads; ++thread) {
+      Must(first[thread][device] == nullptr || first[thread][device] == values.Find(device), "threads disagree");
+    }
+  }
+  Must(values.Find(kDevices) == nullptr, "a device that was not asked for has a value");
+}
+
 }  // namespace
 }  // namespace te
 
@@ -108,4 +152,5 @@ int main(int argc, char** argv) {
   std::mt19937 random(seed);
   te::Pool pool(4);
   for (int round = 0; round < rounds; ++round) te::ThrowInSomeRanges(pool, random);
+  for (int round = 0; round < rounds / 50; ++round) te::AskForValuesOfDevices(seed + round);
 }
