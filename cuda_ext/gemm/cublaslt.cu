@@ -1,4 +1,3 @@
-#include <array>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -18,7 +17,6 @@ namespace te::gemm::cublaslt {
 namespace {
 
 constexpr size_t kPlansPerDevice = 1024;
-constexpr int kMostDevices = 64;
 constexpr int64_t kAlignment = 256;
 
 // ------------------------------------------------------------------------------------------------------- workspace
@@ -68,28 +66,23 @@ struct Device {
   cublasLtHandle_t handle = nullptr;
   std::string kind;  // GPUs of one kind get the same suggestions in the same order
   LruCache<Key, Plan, HashOfKey> plans{kPlansPerDevice};
+
+  ~Device() {
+    if (handle != nullptr) cublasLtDestroy(handle);
+  }
 };
 
-// Never freed: threads may still be launching while the process ends.
-Status DeviceOf(int ordinal, Device*& device) {
-  static auto* mutex = new std::mutex;
-  static auto* devices = new std::array<std::unique_ptr<Device>, kMostDevices>;
-  if (ordinal < 0 || ordinal >= kMostDevices) {
-    return Status::Failed("device " + std::to_string(ordinal) + " is beyond the 64 that are provided for");
-  }
-  const std::lock_guard lock(*mutex);
-  std::unique_ptr<Device>& place = (*devices)[ordinal];
-  if (place == nullptr) {
-    auto made = std::make_unique<Device>();
+Status CurrentDevice(Device** device) {
+  static PerDevice<Device> devices;
+  const auto make = [](Device& made) {
+    int ordinal = 0;
     cudaDeviceProp properties{};
-    Status known = Check(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties");
-    if (!known.ok()) return known;
-    made->kind = std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount);
-    if (Status status = Check(cublasLtCreate(&made->handle), "cublasLtCreate"); !status.ok()) return status;
-    place = std::move(made);
-  }
-  device = place.get();
-  return Status::Ok();
+    TE_JAX_TRY(Check(cudaGetDevice(&ordinal), "cudaGetDevice"));
+    TE_JAX_TRY(Check(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties"));
+    made.kind = std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount);
+    return Check(cublasLtCreate(&made.handle), "cublasLtCreate");
+  };
+  return OfCurrentDevice(devices, make, device);
 }
 
 // The fastest algorithms, for all GPUs of one kind: on the same values they must compute the same bits, or replicas
@@ -119,20 +112,23 @@ void ChooseAlgorithm(Device& device, const Arrays& arrays, std::unique_ptr<Plan>
   for (const std::optional<Key>& other : {TeJaxKeyOf(key.second), SpreadKeyOf(key.second)}) {
     std::unique_ptr<Plan> made;
     // Products can do without.
-    if (other && Plan::Make(device.handle, *other, arrays, made).ok()) plans.push_back(std::move(made));
+    if (other && Plan::Make(device.handle, *other, arrays, made).ok() && made->refusal().ok()) {
+      plans.push_back(std::move(made));
+    }
   }
   std::shared_ptr<Choice> known = TheChoices().algorithms.Find(key);
   if (known == nullptr) {
     known = std::make_shared<Choice>(FastestAlgorithm(device.handle, plans));
     TheChoices().algorithms.Insert(key, known);
   }
-  const bool found = known->plan < plans.size();
+  // Another GPU of the kind may have had further suggestions.
+  const bool found = known->plan < plans.size() && known->algorithm < plans[known->plan]->algorithms();
   plan = std::move(plans[found ? known->plan : 0]);
   if (found) plan->Choose(known->algorithm);
 }
 
-// The plan for a key. Where it has to be searched for, candidates are timed only if `tune`; where that was put off
-// before, it is made up for.
+// The plan for a key, perhaps one without algorithms. Where it has to be searched for, candidates are timed only if
+// `tune`; where that was put off before, it is made up for.
 Status FindPlan(Device& device, const Key& key, const Arrays& arrays, bool tune, std::shared_ptr<Plan>& plan) {
   auto suffices = [&] { return plan != nullptr && (plan->settled || !tune); };
   plan = device.plans.Find(key);
@@ -142,26 +138,33 @@ Status FindPlan(Device& device, const Key& key, const Arrays& arrays, bool tune,
   if (suffices()) return Status::Ok();
   std::unique_ptr<Plan> made;
   if (Status status = Plan::Make(device.handle, key, arrays, made); !status.ok()) return status;
-  if (tune) ChooseAlgorithm(device, arrays, made);
-  made->settled = tune || key.algorithm != Algorithm::kAuto;
+  const bool refused = !made->refusal().ok();
+  if (tune && !refused) ChooseAlgorithm(device, arrays, made);
+  made->settled = tune || refused || key.algorithm != Algorithm::kAuto;
   plan = std::move(made);
   device.plans.Insert(key, plan);
   return Status::Ok();
 }
 
+// Fails for a plan without algorithms, unless the caller wants to know.
+Status Answer(const Plan& plan, bool* has_algorithm) {
+  if (has_algorithm == nullptr) return plan.refusal();
+  *has_algorithm = plan.refusal().ok();
+  return Status::Ok();
+}
+
 }  // namespace
 
-Status Run(cudaStream_t stream, const Problem& p) {
+Status Run(cudaStream_t stream, const Problem& p, bool* has_algorithm) {
   Workspace workspace{};
-  if (Status status = Divide(p, workspace); !status.ok()) return status;
-  int ordinal = -1;
-  if (Status status = Check(cudaGetDevice(&ordinal), "cudaGetDevice"); !status.ok()) return status;
+  TE_JAX_TRY(Divide(p, workspace));
   Device* device = nullptr;
-  if (Status status = DeviceOf(ordinal, device); !status.ok()) return status;
+  TE_JAX_TRY(CurrentDevice(&device));
   const Arrays arrays = ArraysOf(p, workspace);
   std::shared_ptr<Plan> plan;
-  const Key key = KeyOf(p, arrays, workspace.rest_bytes);
-  if (Status status = FindPlan(*device, key, arrays, /*tune=*/false, plan); !status.ok()) return status;
+  TE_JAX_TRY(FindPlan(*device, KeyOf(p, arrays, workspace.rest_bytes), arrays, /*tune=*/false, plan));
+  TE_JAX_TRY(Answer(*plan, has_algorithm));
+  if (!plan->refusal().ok()) return Status::Ok();
 
   // Scalars of a batch are not aligned.
   if (arrays.a_scale_inv != p.a.scales) Copy<<<1, 1, 0, stream>>>(p.a.scales, &workspace.scalars->a_scale_inv.value);
@@ -170,23 +173,23 @@ Status Run(cudaStream_t stream, const Problem& p) {
   return plan->Launch(device->handle, arrays, stream);
 }
 
-Status Prepare(cudaStream_t stream, const Problem& p) {
+Status Prepare(cudaStream_t stream, const Problem& p, bool* has_algorithm) {
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  if (Status status = Check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing"); !status.ok()) {
-    return status;
-  }
+  TE_JAX_TRY(Check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing"));
   if (capturing != cudaStreamCaptureStatusNone) return Status::Ok();
   Workspace workspace{};
-  if (Status status = Divide(p, workspace); !status.ok()) return status;
+  TE_JAX_TRY(Divide(p, workspace));
   int ordinal = -1;
-  if (Status status = Check(cudaStreamGetDevice(stream, &ordinal), "cudaStreamGetDevice"); !status.ok()) return status;
+  TE_JAX_TRY(Check(cudaStreamGetDevice(stream, &ordinal), "cudaStreamGetDevice"));
   const ScopedDevice scoped(ordinal);
+  TE_JAX_TRY(scoped.status());
   Device* device = nullptr;
-  if (Status status = DeviceOf(ordinal, device); !status.ok()) return status;
+  TE_JAX_TRY(CurrentDevice(&device));
   const Arrays arrays = ArraysOf(p, workspace);
   std::shared_ptr<Plan> plan;
-  return FindPlan(*device, KeyOf(p, arrays, workspace.rest_bytes), arrays, /*tune=*/p.algorithm == Algorithm::kAuto,
-                  plan);
+  const bool tune = p.algorithm == Algorithm::kAuto;
+  TE_JAX_TRY(FindPlan(*device, KeyOf(p, arrays, workspace.rest_bytes), arrays, tune, plan));
+  return Answer(*plan, has_algorithm);
 }
 
 }  // namespace te::gemm::cublaslt

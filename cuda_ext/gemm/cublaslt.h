@@ -11,10 +11,11 @@
 
 namespace te::gemm::cublaslt {
 
-Status Run(cudaStream_t stream, const Problem& problem);
+// Without an algorithm for the product it fails, or says so in *has_algorithm and does nothing.
+Status Run(cudaStream_t stream, const Problem& problem, bool* has_algorithm = nullptr);
 
 // Finds the plan that Run will use, and times candidates where the problem asks for it, on a stream of its own with
 // memory of its own. Does nothing where the plan is known, or while the stream is being captured.
-Status Prepare(cudaStream_t stream, const Problem& problem);
+Status Prepare(cudaStream_t stream, const Problem& problem, bool* has_algorithm = nullptr);
 
 }  // namespace te::gemm::cublaslt

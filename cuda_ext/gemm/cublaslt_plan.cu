@@ -268,10 +268,13 @@ Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
     if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms_.push_back({found[i].algo});
   }
   if (!algorithms_.empty()) return Status::Ok();
-  return Status::Failed("cuBLASLt has no algorithm for [" + std::to_string(key_.m) + ", " + std::to_string(key_.k) +
-                        "] " + Name(key_.a_type) + " times [" + std::to_string(key_.k) + ", " + std::to_string(key_.n) +
-                        "] " + Name(key_.b_type) + " giving " + Name(key_.d_type) + ", epilogue " +
-                        std::to_string(EpilogueOf(key_)) + " (" + cublasLtGetStatusString(searched) + ")");
+  refusal_ = "cuBLASLt has no algorithm for [" + std::to_string(key_.m) + ", " + std::to_string(key_.k) + "] " +
+             Name(key_.a_type) + " times [" + std::to_string(key_.k) + ", " + std::to_string(key_.n) + "] " +
+             Name(key_.b_type) + " giving " + Name(key_.d_type) + ", epilogue " + std::to_string(EpilogueOf(key_)) +
+             " (" + cublasLtGetStatusString(searched) + ")";
+  const bool lasts = searched == CUBLAS_STATUS_SUCCESS || searched == CUBLAS_STATUS_NOT_SUPPORTED ||
+                     searched == CUBLAS_STATUS_INVALID_VALUE;
+  return lasts ? Status::Ok() : refusal();
 }
 
 Status Plan::LaunchTeJax(const Arrays& arrays, cudaStream_t stream) const {

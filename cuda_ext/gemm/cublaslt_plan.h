@@ -72,9 +72,10 @@ std::optional<Key> TeJaxKeyOf(const Key& key);
 
 class Plan {
  public:
-  // With the algorithms that cuBLASLt suggests, the fastest by its own estimate first, at least one. Only those whose
-  // results do not depend on the order in which thread blocks run, and that round no partial sums: no split of k, or
-  // one whose parts are kept in float32 and summed in a second step.
+  // With the algorithms that cuBLASLt suggests, the fastest by its own estimate first. Only those whose results do not
+  // depend on the order in which thread blocks run, and that round no partial sums: no split of k, or one whose parts
+  // are kept in float32 and summed in a second step. Where there are none, refusal() says so; Make fails where the next
+  // search may find some.
   static Status Make(cublasLtHandle_t handle, const Key& key, const Arrays& arrays, std::unique_ptr<Plan>& plan);
 
   Status Launch(cublasLtHandle_t handle, const Arrays& arrays, cudaStream_t stream) {
@@ -84,6 +85,7 @@ class Plan {
   Status Launch(cublasLtHandle_t handle, const Arrays& arrays, size_t algorithm, cudaStream_t stream);
 
   const Key& key() const { return key_; }
+  Status refusal() const { return refusal_.empty() ? Status::Ok() : Status::Failed(refusal_); }
   size_t algorithms() const { return key_.algorithm == Algorithm::kTeJax ? 1 : algorithms_.size(); }
   void Choose(size_t algorithm) { chosen_ = algorithm; }
 
@@ -113,6 +115,7 @@ class Plan {
   Description description_;
   Layout first_, second_, added_, result_;
   std::vector<Suggestion> algorithms_;
+  std::string refusal_;  // where there are none
   size_t chosen_ = 0;
   std::mutex mutex_;  // of the description's pointers
 };
