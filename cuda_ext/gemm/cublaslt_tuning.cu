@@ -3,7 +3,9 @@
 // stream, so that nobody else's work is waited for.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -105,6 +107,18 @@ Stream MakeStream() {
   return Stream(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess ? stream : nullptr);
 }
 
+// Once: where one product finds no memory, others will not.
+void ReportNoMemory(int64_t bytes) {
+  static std::atomic_flag reported;
+  if (reported.test_and_set()) return;
+  std::fprintf(
+      stderr,
+      "te_jax: the %lld MiB to time a GEMM's candidates in are not free on the GPU: cuBLASLt's first suggestion "
+      "is taken, here and wherever memory lacks. XLA_PYTHON_CLIENT_MEM_FRACTION leaves more; with "
+      "TE_JAX_AUTOTUNE=0 nothing is timed.\n",
+      static_cast<long long>((bytes >> 20) + 1));
+}
+
 // Memory for the operands and results of one product.
 class Scratch {
  public:
@@ -128,6 +142,7 @@ class Scratch {
     const int64_t workspace = reserve(key.workspace_bytes);
     if (cudaMallocAsync(&memory_, offset, stream) != cudaSuccess) {
       memory_ = nullptr;
+      ReportNoMemory(offset);
       return;
     }
     char* base = static_cast<char*>(memory_);

@@ -17,7 +17,8 @@ struct Choice {
 };
 
 // Times the algorithms of plans for one problem. Returns the first of the first where there is no memory for it, and
-// never fails: a product can do without. Works on a stream and on memory of its own, with the current device.
+// reports that once; never fails: a product can do without. Works on a stream and on memory of its own, with the
+// current device.
 Choice FastestAlgorithm(cublasLtHandle_t handle, const std::vector<std::unique_ptr<Plan>>& plans);
 
 }  // namespace te::gemm::cublaslt
