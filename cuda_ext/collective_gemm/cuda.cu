@@ -2,6 +2,8 @@
 // another device waits for an event as it was last recorded, so it must not be recorded again
 // before every host thread that waits for it has said so to its own device.
 
+#include <cuda.h>
+
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -12,6 +14,7 @@
 #include <variant>
 
 #include "collective_gemm/protocol.h"
+#include "common/cuda_driver.h"
 #include "common/cuda_status.h"
 #include "common/vector.cuh"
 
@@ -263,6 +266,26 @@ class CudaSegment : public Segment {
 
 constexpr unsigned kBetweenProcesses = cudaEventDisableTiming | cudaEventInterprocess;
 
+void Destroy(const cudaEvent_t (&events)[2]) {
+  for (const cudaEvent_t event : events) {
+    if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
+  }
+}
+
+// Fails unless so many bytes are mapped from there on, whatever their owner says of them.
+Status Measure(const void* data, int64_t bytes) {
+  static const auto get_range = FindInDriver<CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange");
+  const auto begin = reinterpret_cast<CUdeviceptr>(data);
+  CUdeviceptr base = 0;
+  size_t size = 0;
+  if (get_range == nullptr || get_range(&base, &size, begin) != CUDA_SUCCESS) {
+    return Status::Failed("the driver does not tell its size");
+  }
+  const auto mapped = static_cast<int64_t>(base + size - begin);
+  if (mapped >= bytes) return Status::Ok();
+  return Status::Failed("it has " + std::to_string(mapped) + " bytes instead of " + std::to_string(bytes));
+}
+
 }  // namespace
 
 Status CreateSegment(int device, int64_t bytes, std::unique_ptr<Segment>& made) {
@@ -285,9 +308,7 @@ Status CreateSegment(int device, int64_t bytes, std::unique_ptr<Segment>& made) 
     return Status::Ok();
   };
   if (Status status = make(); !status.ok()) {
-    for (const cudaEvent_t event : events) {
-      if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
-    }
+    Destroy(events);
     static_cast<void>(cudaFree(data));
     return status;
   }
@@ -295,7 +316,7 @@ Status CreateSegment(int device, int64_t bytes, std::unique_ptr<Segment>& made) 
   return Status::Ok();
 }
 
-Status OpenSegment(int device, int64_t, const std::string& description, std::unique_ptr<Segment>& opened) {
+Status OpenSegment(int device, int64_t bytes, const std::string& description, std::unique_ptr<Segment>& opened) {
   const ScopedDevice scoped(device);
   TE_JAX_TRY(scoped.status());
   cudaIpcMemHandle_t memory{};
@@ -307,8 +328,17 @@ Status OpenSegment(int device, int64_t, const std::string& description, std::uni
   void* data = nullptr;
   cudaEvent_t events[2] = {};
   TE_JAX_TRY(Check(cudaIpcOpenMemHandle(&data, memory, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"));
-  for (int i = 0; i < 2; ++i) {
-    TE_JAX_TRY(Check(cudaIpcOpenEventHandle(&events[i], handles[i]), "cudaIpcOpenEventHandle"));
+  const auto open = [&] {
+    TE_JAX_TRY(Measure(data, bytes));
+    for (int i = 0; i < 2; ++i) {
+      TE_JAX_TRY(Check(cudaIpcOpenEventHandle(&events[i], handles[i]), "cudaIpcOpenEventHandle"));
+    }
+    return Status::Ok();
+  };
+  if (Status status = open(); !status.ok()) {
+    Destroy(events);
+    static_cast<void>(cudaIpcCloseMemHandle(data));
+    return status;
   }
   opened = std::make_unique<CudaSegment>(data, events[0], events[1], description);
   return Status::Ok();

@@ -8,28 +8,20 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/cuda_driver.h"
+
 namespace te {
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// A function of the driver, which this library does not link: null where it is missing.
-inline EncodeTiled FindEncodeTiled() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function)
-                                                                       : nullptr;
-}
-
 // Describes boxes of an array, whose sizes, and strides in bytes but for the first, are the innermost first.
 template <int kDims>
 bool DescribeBoxes(CUtensorMap* map, CUtensorMapDataType type, const void* array, const cuuint64_t (&sizes)[kDims],
                    const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims], CUtensorMapSwizzle swizzle,
                    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
-  static const EncodeTiled encode = FindEncodeTiled();
+  static const auto encode = FindInDriver<EncodeTiled>("cuTensorMapEncodeTiled");
   cuuint32_t steps[kDims];
   std::fill_n(steps, kDims, 1);
   return encode != nullptr &&
