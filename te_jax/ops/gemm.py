@@ -118,8 +118,9 @@ def gemm(
         float32 every 128 values. No effect on blocks and plain arrays.
       algorithm: on a GPU, "cublaslt" is cuBLASLt's first suggestion, and "te_jax" the package's FP8 kernel. "auto"
         times both and cuBLASLt's other candidates, once in a process for each kind of product; with TE_JAX_AUTOTUNE=0
-        in the environment it is "cublaslt". Block scaling always uses "te_jax", plain arrays always cuBLASLt. The
-        package's kernel also computes what "cublaslt" cannot: FP8 under vmap, row scaling with a float32 bias.
+        in the environment, the default of several processes, it is "cublaslt". Block scaling always uses "te_jax",
+        plain arrays always cuBLASLt. The package's kernel also computes what "cublaslt" cannot: FP8 under vmap, row
+        scaling with a float32 bias.
       implementation: "native"; "xla", whose compiler calls cuBLASLt for FP8 with tensor scaling on GPUs from compute
         capability 8.9 on, and cuDNN for 1×32 scales from 10.0 on; or "reference". None takes the first that is there,
         and on a GPU never the reference of FP8, which multiplies in float32.

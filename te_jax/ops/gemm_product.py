@@ -127,17 +127,22 @@ class GemmSpec:
 
 
 def algorithm_for(algorithm: Algorithm, scaling: Facts) -> Algorithm:
-    """The algorithm that te_gemm is told: "auto" is "cublaslt" with TE_JAX_AUTOTUNE=0, and blocks have but one.
+    """The algorithm that te_gemm is told: blocks have but one, and "auto" is "cublaslt" with TE_JAX_AUTOTUNE=0.
+
+    That is the default of several processes. Each would time candidates for itself, and where two choose differently,
+    arrays that are replicated over them differ.
 
     Raises:
       ValueError: TE_JAX_AUTOTUNE is neither 0 nor 1.
     """
     if algorithm == "auto":
-        chosen = os.environ.get("TE_JAX_AUTOTUNE", "1")
+        # Only distributed programs have several, and others need no backend to start here.
+        several = jax.distributed.is_initialized() and jax.process_count() > 1
+        chosen = os.environ.get("TE_JAX_AUTOTUNE", "0" if several else "1")
         if chosen not in ("0", "1"):
             raise ValueError(
                 f"TE_JAX_AUTOTUNE is {chosen!r} in the environment; it must be 0 (cuBLASLt's first suggestion) or 1 "
-                "(the fastest candidate), or not be set, which is 1"
+                "(the fastest candidate), or not be set, which is 1 in one process and 0 in several"
             )
         algorithm = "auto" if chosen == "1" else "cublaslt"
     return "te_jax" if scaling.native_blocks else algorithm

@@ -290,13 +290,21 @@ def test_options_of_gpus_change_nothing_here(implementation, rng):
         assert_product(result, expected, dtype="float32")
 
 
-@pytest.mark.parametrize(("environment", "expected"), [(None, "auto"), ("1", "auto"), ("0", "cublaslt")])
-def test_products_that_are_the_same_in_every_process(environment, expected, monkeypatch, native_kernels, rng):
+@pytest.mark.parametrize(
+    ("environment", "processes", "expected"),
+    [(None, 1, "auto"), ("1", 1, "auto"), ("0", 1, "cublaslt"), (None, 2, "cublaslt"), ("1", 2, "auto")],
+)
+def test_products_that_are_the_same_in_every_process(
+    environment, processes, expected, monkeypatch, native_kernels, rng
+):
+    if processes > 1:
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
     if environment is None:
         monkeypatch.delenv("TE_JAX_AUTOTUNE", raising=False)
     else:
         monkeypatch.setenv("TE_JAX_AUTOTUNE", environment)
-    rows = 16 * (1 + len(f"{environment}{expected}"))  # what has been traced is not traced again
+    rows = 16 * (16 * processes + len(f"{environment}{expected}"))  # what has been traced is not traced again
     x, kernel = random_array(rng, (rows, 32), "bfloat16"), random_array(rng, (32, 16), "bfloat16")
     layer = functools.partial(ops.dense, recipe=recipe.CurrentScaling(), implementation="native")
     assert f'algorithm = "{expected}"' in jax.jit(layer).lower(x, kernel).as_text()

@@ -136,10 +136,11 @@ if task == "weights":
         functools.partial(all_gather_matmul, recipe=current, **options),
         mesh=mesh, in_specs=(spec_x, spec_w), out_specs=P(None, None, "t"),
     )  # fmt: skip
-    operands = (
+    operands = tuple(
         jax.tree.map(lambda value, spec: placed(mesh, spec, np.asarray(value)), value, spec)
         for value, spec in ((qx, spec_x), (qw, spec_w))
     )
+    assert 'algorithm = "cublaslt"' in jax.jit(mapped).lower(*operands).as_text()  # the same in all processes
     local_part(jax.jit(mapped)(*operands), x.astype(np.float64) @ w, 0.06)
     print("fine", flush=True)
     jax.distributed.shutdown()
