@@ -34,18 +34,24 @@ Status OfCurrentDevice(PerDevice<T>& values, const Make& make, T** value) {
   return values.Of(device, make, value);
 }
 
-// Sets attributes of a kernel before its first launch on the current device.
-template <auto kKernel>
-Status SetAttributesOnce(std::initializer_list<std::pair<cudaFuncAttribute, int>> attributes) {
-  static PerDevice<std::monostate> set;
-  std::monostate* unused = nullptr;
+using FunctionAttributes = std::initializer_list<std::pair<cudaFuncAttribute, int>>;
+
+inline Status SetAttributesOnce(PerDevice<std::monostate>& set, const void* kernel, FunctionAttributes attributes) {
   const auto set_all = [&](std::monostate) {
     for (const auto& [attribute, value] : attributes) {
-      TE_JAX_TRY(Check(cudaFuncSetAttribute(kKernel, attribute, value), "cudaFuncSetAttribute"));
+      TE_JAX_TRY(Check(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute"));
     }
     return Status::Ok();
   };
+  std::monostate* unused = nullptr;
   return OfCurrentDevice(set, set_all, &unused);
+}
+
+// Sets attributes of a kernel before its first launch on the current device.
+template <auto kKernel>
+Status SetAttributesOnce(FunctionAttributes attributes) {
+  static PerDevice<std::monostate> set;
+  return SetAttributesOnce(set, reinterpret_cast<const void*>(kKernel), attributes);
 }
 
 // An attribute of the current device.
