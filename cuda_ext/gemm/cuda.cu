@@ -41,9 +41,8 @@ Status Run(const Executor& executor, const Problem& p) {
   if (p.k == 0) return Status::Failed("there is nothing to sum over");
   if (p.batch.count == 1 || !UsesCublasLt(p)) return RunOne(executor.stream, p);
   // cuBLASLt need not have an algorithm for every batch whose products it has one for.
-  bool as_batch = !p.gelu;
-  if (as_batch) TE_JAX_TRY(cublaslt::Run(executor.stream, p, &as_batch));
-  if (as_batch) return Status::Ok();
+  bool has_algorithm = false;
+  if (!p.gelu && cublaslt::Run(executor.stream, p, &has_algorithm).ok() && has_algorithm) return Status::Ok();
   for (int64_t i = 0; i < p.batch.count; ++i) {
     if (Status status = RunOne(executor.stream, MemberOf(p, i)); !status.ok()) return status;
   }
@@ -62,9 +61,8 @@ Status RunSum(const Executor& executor, const Problem& p, std::span<const Operan
 Status Prepare(const Executor& executor, const Problem& p) {
   if (!UsesCublasLt(p) || p.k == 0) return Status::Ok();
   if (p.batch.count == 1) return cublaslt::Prepare(executor.stream, p);
-  bool as_batch = !p.gelu;
-  if (as_batch) TE_JAX_TRY(cublaslt::Prepare(executor.stream, p, &as_batch));
-  if (as_batch) return Status::Ok();
+  bool has_algorithm = false;
+  if (!p.gelu && cublaslt::Prepare(executor.stream, p, &has_algorithm).ok() && has_algorithm) return Status::Ok();
   return cublaslt::Prepare(executor.stream, MemberOf(p, 0));
 }
 
