@@ -142,20 +142,25 @@ def run(args: argparse.Namespace) -> int:
             tokens, _ = run(prompts, jax.random.key(args.seed), None)
             print(text_of(prompts[0] + _until(tokens[0], stop, keep=False)))
             return 0
-        samples = [
-            (record, prompt) for record, prompt in zip(records, prompts, strict=True) for _ in range(args.samples)
+        # Each call has some texts of some prompts, as many in all calls, of which what is too many is dropped.
+        texts = min(args.samples, rows)
+        calls = [
+            (first, min(texts, args.samples - drawn))
+            for first in range(0, len(prompts), rows // texts)
+            for drawn in range(0, args.samples, texts)
         ]
-        for number, first in enumerate(range(0, len(samples), rows)):
-            batch = samples[first : first + rows]
-            together = [prompt for _, prompt in batch] + [batch[0][1]] * (rows - len(batch))
+        for number, (first, wanted) in enumerate(calls):
+            batch = prompts[first : first + rows // texts]
             key = jax.random.fold_in(jax.random.key(args.seed), number)
-            tokens, log_probs = run(together, key, time)
-            for (record, _), row, values in zip(batch, tokens, log_probs, strict=False):
+            tokens, log_probs = run(batch + batch[:1] * (rows // texts - len(batch)), key, time, texts)
+            for place, (row, values) in enumerate(zip(tokens, log_probs, strict=True)):
+                which, sample = divmod(place, texts)
+                if which >= len(batch) or sample >= wanted:
+                    continue
                 kept = _until(row, stop, keep=True)
-                text = text_of(_until(row, stop, keep=False))
-                print(
-                    json.dumps({**record, "text": text, "tokens": kept, "log_probs": values[: len(kept)]}), flush=True
-                )
+                found = {"text": text_of(_until(row, stop, keep=False)), "tokens": kept}
+                line = json.dumps({**records[first + which], **found, "log_probs": values[: len(kept)]})
+                print(line, flush=True)
     except Exception as error:
         name, _, rest = str(error).partition(" ")
         if isinstance(error, ValueError) and name in ("max_new_tokens", "temperature", "top_p", "top_k"):
@@ -177,8 +182,9 @@ def _generated(
     prompts: list[list[int]],
     key: jax.Array,
     time: int | None,
+    samples: int = 1,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """New tokens of each prompt and, where prompts are padded to a time, their log-probabilities."""
+    """New tokens of the samples of each prompt and, where prompts are padded to a time, their log-probabilities."""
     import numpy as np
 
     from te_jax.models import generate
@@ -188,6 +194,7 @@ def _generated(
         params,
         config=config,
         max_new_tokens=args.max_new_tokens,
+        samples=samples,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

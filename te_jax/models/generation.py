@@ -33,7 +33,7 @@ __all__ = ["generate"]
 @overload
 def generate(
     params: Params, tokens: jax.typing.ArrayLike, config: DecoderConfig, *, max_new_tokens: int,
-    lengths: jax.typing.ArrayLike | None = None, temperature: float = 0.0, top_p: float = 1.0,
+    lengths: jax.typing.ArrayLike | None = None, samples: int = 1, temperature: float = 0.0, top_p: float = 1.0,
     top_k: int | None = None, key: Array | None = None,
     stop_tokens: Collection[int] = (), return_log_probs: Literal[False] = False,
     implementation: Implementation | None = None,
@@ -41,7 +41,7 @@ def generate(
 @overload
 def generate(
     params: Params, tokens: jax.typing.ArrayLike, config: DecoderConfig, *, max_new_tokens: int,
-    lengths: jax.typing.ArrayLike | None = None, temperature: float = 0.0, top_p: float = 1.0,
+    lengths: jax.typing.ArrayLike | None = None, samples: int = 1, temperature: float = 0.0, top_p: float = 1.0,
     top_k: int | None = None, key: Array | None = None,
     stop_tokens: Collection[int] = (), return_log_probs: Literal[True],
     implementation: Implementation | None = None,
@@ -54,6 +54,7 @@ def generate(
     *,
     max_new_tokens: int,
     lengths: jax.typing.ArrayLike | None = None,
+    samples: int = 1,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int | None = None,
@@ -80,6 +81,7 @@ def generate(
       lengths: integer [batch], from 1 to time: the tokens of each prompt; those behind them are padding, of any values
         in [0, vocab_size). None for prompts of one length. Prompts that are padded to one of few lengths share a
         compilation. Scales of `CurrentScaling` and a capacity of experts count padding, too.
+      samples: how many texts follow each prompt, which runs through the decoder once for all of them.
       temperature: divides the logits, which are float32, before a token is drawn; 0 takes the most likely one.
       top_p: tokens are drawn from the most likely ones, as few as have at least this probability together. Among equal
         logits the first tokens are the most likely ones.
@@ -92,7 +94,8 @@ def generate(
       implementation: see `te_jax.models.apply`.
 
     Returns:
-      int32 [batch, max_new_tokens]; with return_log_probs a tuple of that and float32 of the same shape.
+      int32 [batch × samples, max_new_tokens], where those of a prompt follow each other; with return_log_probs a tuple
+      of that and float32 of the same shape.
 
     Raises:
       ValueError: an argument breaks a rule above (tokens only where their values are known: not inside `jax.jit`), or
@@ -114,6 +117,8 @@ def generate(
     _check_values(tokens, prompt, config.vocab_size)
     if not is_whole_number(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}: it needs to be a whole number of at least 1")
+    if not is_whole_number(samples) or samples < 1:
+        raise ValueError(f"samples is {samples!r}: it needs to be a whole number of at least 1")
     if prompt.shape[1] + max_new_tokens >= 2**31:
         raise ValueError(
             f"max_new_tokens is {max_new_tokens}: a prompt of {prompt.shape[1]} and what follows must be fewer than "
@@ -159,6 +164,7 @@ def generate(
         jnp.int32(config.vocab_size if top_k is None else min(top_k, config.vocab_size)),
         config=config,
         count=int(max_new_tokens),
+        samples=int(samples),
         draws=bool(temperature > 0),
         stop=tuple(sorted(map(int, stop_tokens))),
         softmax=ops.Softmax(temperature or 1.0) if return_log_probs else None,
@@ -180,7 +186,9 @@ def _check_values(tokens: object, prompt: Array, vocab_size: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "count", "draws", "stop", "softmax", "implementation"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "count", "samples", "draws", "stop", "softmax", "implementation")
+)
 def _generate(
     params: Params,
     prompt: Array,
@@ -192,6 +200,7 @@ def _generate(
     *,
     config: DecoderConfig,
     count: int,
+    samples: int,
     draws: bool,
     stop: tuple[int, ...],
     softmax: ops.Softmax | None,
@@ -221,6 +230,9 @@ def _generate(
         return found, done + 1, token, caches, ended | ends(token)
 
     x, logits, caches = _run(params, prompt, caches, config, implementation, lengths)
+    # How many tokens are filled is one number for prompts of one length.
+    x, logits, caches = jax.tree.map(lambda y: jnp.repeat(y, samples, axis=0) if y.ndim else y, (x, logits, caches))
+    batch *= samples
     token = chosen(logits, jnp.int32(0))
     found = _Found(jnp.zeros((batch, count), jnp.int32), None, None)
     if softmax is not None:

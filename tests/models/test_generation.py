@@ -121,6 +121,18 @@ def test_prompts_of_several_lengths_go_on_as_each_by_itself(changes, params, rng
         np.testing.assert_allclose(log_probs[row], of_alone[0], atol=2e-2 if changes.get("dtype") else 1e-5)
 
 
+@pytest.mark.parametrize("lengths", [None, np.array([2, 5])])
+def test_samples_of_a_prompt_follow_each_other(lengths, params, rng):
+    tokens = rng.integers(0, 256, (2, 5))
+    options = {"config": CONFIG, "max_new_tokens": 6, "return_log_probs": True}
+    found, log_probs = generate(params, tokens, lengths=lengths, samples=3, **options)
+    wanted, of_wanted = generate(params, tokens, lengths=lengths, **options)
+    np.testing.assert_array_equal(found, np.repeat(wanted, 3, axis=0))
+    np.testing.assert_allclose(log_probs, np.repeat(of_wanted, 3, axis=0), atol=1e-5)
+    drawn, _ = generate(params, tokens, lengths=lengths, samples=3, temperature=1.0, key=jax.random.key(0), **options)
+    assert len({tuple(row) for row in np.asarray(drawn).tolist()}) == 6
+
+
 def test_at_most_top_k_tokens_are_drawn(params):
     options = {"max_new_tokens": 1, "temperature": 1e3, "key": jax.random.key(0)}
     likeliest = np.argsort(-np.asarray(jit_apply(params, MANY[:1], config=CONFIG)[0, -1]))
@@ -197,6 +209,7 @@ def test_logits_are_not_rounded_to_16_bits_before_the_largest_is_taken():
         ({"temperature": 1.0}, "key is None, and temperature is not 0"),
         ({"lengths": np.array([3])}, r"lengths is \[3\]: each needs to be from 1 to 2"),
         ({"lengths": np.array([1, 1])}, r"lengths is int\d+\[2\]: it needs to be integers, one a prompt"),
+        ({"samples": 0}, "samples is 0: it needs to be a whole number of at least 1"),
         ({"top_k": 0}, "top_k is 0: it needs to be a whole number of at least 1, or None for all tokens"),
         ({"top_p": 0.0}, "top_p is 0.0: it needs to be a number above 0 and at most 1"),
         ({"max_new_tokens": 3 * 10**9}, "max_new_tokens is 3000000000: a prompt of 2 and what follows must be fewer"),
