@@ -113,6 +113,11 @@ class Cache(NamedTuple):
         shape = (batch, length, heads.key_value, heads.head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
+    def positions(self, time: int) -> Array:
+        """int32 [time] or [batch, time]: those of the next tokens."""
+        counted = lax.broadcasted_iota(jnp.int32, (*self.filled.shape, time), self.filled.ndim)
+        return counted + jnp.expand_dims(self.filled, -1)
+
 
 def as_input(x: jax.typing.ArrayLike | QuantizedArray, in_features: int | None = None) -> Array | QuantizedArray:
     """The input of an attention layer, [batch, time, in_features].
@@ -225,7 +230,7 @@ def attend(
         _validate_cached(key, settings, segment_ids, key_lengths, cache)
     if settings.rope_theta is not None:
         if positions is None:
-            positions = jnp.arange(time) if cache is None else cache.filled + jnp.arange(time)
+            positions = jnp.arange(time) if cache is None else cache.positions(time)
         cos, sin = rotary_tables(_as_positions(positions, query), query.shape[-1], settings.rope_theta)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     elif positions is not None:

@@ -31,6 +31,7 @@ from te_jax._core.types import PyTree, T
 from te_jax.layers import linear
 from te_jax.layers.attention import rotary_tables
 from te_jax.layers.microbatches import dense_kernels
+from te_jax.layers.sampling import check_tokens
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
 from te_jax.models.block import Balance, Block, rms_norm
@@ -470,16 +471,6 @@ def is_head(path: jax.tree_util.KeyPath, leaf: object) -> bool:
     """
     del leaf
     return path[-1:] == (jax.tree_util.DictKey("head"),)
-
-
-def check_tokens(name: str, tokens: jax.Array) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: the decoder reads integers [batch, time]; "
-            "a single sequence needs a leading axis of 1"
-        )
-    if tokens.size == 0:
-        raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
 
 
 def head_of(params: Params, config: DecoderConfig, parallel: TensorParallel | None = None) -> Any:

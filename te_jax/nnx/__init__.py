@@ -15,6 +15,7 @@ from te_jax.nnx.attention import Attention
 from te_jax.nnx.convert import convert, revert
 from te_jax.nnx.embed import Embed
 from te_jax.nnx.gated_mlp import GatedMLP
+from te_jax.nnx.generation import generate
 from te_jax.nnx.linear import DotGeneral, Einsum, Linear, LinearGeneral
 from te_jax.nnx.microbatches import accumulate_gradients, merge_gradients, quantize_kernels, requantize
 from te_jax.nnx.moe import MoE
@@ -41,6 +42,7 @@ __all__ = [
     "TransformerBlock",
     "accumulate_gradients",
     "convert",
+    "generate",
     "merge_gradients",
     "overwrite_with_gradient",
     "quantize_kernels",

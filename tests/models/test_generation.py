@@ -11,9 +11,9 @@ import pytest
 
 from te_jax import ops
 from te_jax.layers import Router
+from te_jax.layers.sampling import _drawn
 from te_jax.models import PRESETS, Experts, apply, apply_head, generate, init
 from te_jax.models.config import ATTENTION, MLP
-from te_jax.models.generation import _drawn
 from te_jax.recipe import BlockScaling, DelayedScaling
 
 CONFIG = dataclasses.replace(PRESETS["nano"], num_layers=1)
