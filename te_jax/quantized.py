@@ -283,6 +283,19 @@ def one_copy(
     return QuantizedArray(*copies, outer_ndim, summed_ndim, facts.name, facts.name, _FLOAT32)
 
 
+def both_copies(x: QuantizedArray) -> QuantizedArray:
+    """A matrix in blocks of 128 × 128, or a stack of them, with both copies: codes and scales of one, turned."""
+
+    def turned(codes: Array | None, other: Array | None) -> Array | None:
+        return codes if other is None else jnp.swapaxes(other, -1, -2) if codes is None else codes
+
+    data, scale_inv = turned(x.data, x.transposed), turned(x.scale_inv, x.transposed_scale_inv)
+    transposed, of_transposed = turned(x.transposed, x.data), turned(x.transposed_scale_inv, x.scale_inv)
+    return dataclasses.replace(
+        x, data=data, scale_inv=scale_inv, transposed=transposed, transposed_scale_inv=of_transposed
+    )
+
+
 def _split(shape: tuple[int, ...], outer_ndim: int, summed_ndim: int):
     batch = len(shape) - outer_ndim - summed_ndim
     return shape[:batch], shape[batch : batch + outer_ndim], shape[batch + outer_ndim :]

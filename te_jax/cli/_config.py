@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from te_jax import ops
 from te_jax._core.terminal import reason_of
+from te_jax._core.types import E4M3, FP8_ALIGNMENT
 from te_jax.cli._options import RECIPES, STATE_DTYPES, Options
 from te_jax.cli.errors import UserError, choose
 from te_jax.layers import Router
@@ -149,6 +150,17 @@ def is_bfloat16(folder: str | Path) -> bool:
     """
     with reading(folder):
         return {each.dtype for each in Tensors.open(Path(folder)).types.values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+def has_block_fp8(folder: str | Path) -> bool:
+    """Whether kernels of a model are in FP8 with scales of blocks, of sizes that FP8 products take.
+
+    Raises:
+      UserError: the folder holds no model.
+    """
+    with reading(folder):
+        types = [each for each in Tensors.open(Path(folder)).types.values() if each.dtype == E4M3]
+    return bool(types) and not any(size % FP8_ALIGNMENT for each in types for size in each.shape)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from te_jax.models import (
     split_adapters,
 )
 from te_jax.parallel import context_order
+from te_jax.quantized import QuantizedArray, both_copies
 from te_jax.recipe import DelayedScaling
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array, jax.Array | None], Losses]
@@ -201,9 +202,21 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         # Adding -0.0 changes no bit, that of zeros included.
         return _updated(params, jax.tree.map(lambda param: jnp.full_like(param, -0.0), params), how)[1]
 
-    def frozen_of(params: Any) -> Any:
-        params = jax.tree.map(lambda param: param.astype(config.dtype), params)
-        return optim.merge_kernels(params, kernels_of(params))
+    def frozen_of(given: Any) -> Any:
+        def is_kept(leaf: Any) -> bool:
+            return isinstance(leaf, QuantizedArray)
+
+        def plain(param: Any) -> jax.Array:
+            return (param.dequantize() if is_kept(param) else param).astype(config.dtype)
+
+        params = jax.tree.map(plain, given, is_leaf=is_kept)
+        frozen = optim.merge_kernels(params, kernels_of(params))
+
+        def chosen(leaf: Any, own: Any) -> Any:
+            return both_copies(own) if is_kept(leaf) and is_kept(own) else leaf
+
+        # Kernels that came in FP8 keep their codes, if products read them.
+        return jax.tree.map(chosen, frozen, given, is_leaf=is_kept)
 
     def begin(params: Any) -> TrainState:
         scaling = decoder.init_scaling_state(config)

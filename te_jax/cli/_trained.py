@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,17 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from te_jax import optim
+from te_jax import native, optim
 from te_jax.cli import _config, _placement, _run_folder, _text
 from te_jax.cli.errors import UserError
 from te_jax.models import DecoderConfig, decoder, from_hf, join_adapters, merge_adapters, split_adapters
+from te_jax.ops.implementations import fp8_implementation, unsupported
+from te_jax.recipe import BlockScaling
 
 
 class Trained(NamedTuple):
     """A model with what reads its text.
 
     Attributes:
-      config: its shape, without recipes.
+      config: its shape; without recipes, unless kernels are kept in FP8.
       params: its parameters.
       tokenizer: None for bytes.
       folder: that of Hugging Face which it comes from, if any.
@@ -91,15 +94,25 @@ def _params_of(path: Path, like: Any, options: dict[str, Any]) -> tuple[int, Any
     return step, jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), exact, like)
 
 
-def of_folder(path: Path, dtype: jax.typing.DTypeLike) -> Trained:
+def of_folder(path: Path, dtype: jax.typing.DTypeLike, *, keep_fp8: bool = False) -> Trained:
     """A model of Hugging Face, on one device.
+
+    Args:
+      path: the folder.
+      dtype: of the parameters.
+      keep_fp8: leave kernels in FP8 that are so, where their products run here; the config then has their recipe.
 
     Raises:
       UserError: the folder holds none that te_jax reads, or has no tokenizer.
     """
     tokenizer = _config.tokenizer_of(str(path))
+    kept: dict[str, Any] = {}
+    if keep_fp8 and _config.has_block_fp8(path):
+        with contextlib.suppress(native.NativeUnavailableError):
+            fp8_implementation(None, "block_1x128", unsupported("block_1x128"), by_xla=False)
+            kept = {"keep_fp8": True, "recipe": BlockScaling()}
     with _config.reading(path):
-        config, params = from_hf(path, param_dtype=dtype)
+        config, params = from_hf(path, param_dtype=dtype, **kept)
     return Trained(config, params, tokenizer, path, str(path))
 
 

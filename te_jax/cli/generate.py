@@ -111,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("give a text to continue, or --prompts FILE, and not both")
     records = [{"prompt": _text_to_continue(args.prompt)}] if args.prompts is None else _records_of(args.prompts)
     dtype = _trained.dtype_of(args.dtype)
-    trained = _trained.of_run(args.run, dtype) if args.from_ is None else _trained.of_folder(args.from_, dtype)
+    trained = (
+        _trained.of_run(args.run, dtype) if args.from_ is None else _trained.of_folder(args.from_, dtype, keep_fp8=True)
+    )
     tokenizer = _trained.tokenizer_of(trained)
     prompts = [
         list(record["prompt"].encode()) if tokenizer is None else tokenizer.prompt(record["prompt"])

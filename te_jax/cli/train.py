@@ -45,6 +45,7 @@ from te_jax.cli._step import Learner
 from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError, is_out_of_memory, note
 from te_jax.models import Losses, from_hf
+from te_jax.models.config import kernel_facts
 from te_jax.recipe import Recipe
 
 __all__ = ["run"]
@@ -324,8 +325,11 @@ def _model(learner: Learner, plan: Plan) -> Any:
     dtype = learner.params["embedding"].dtype
     if plan.models[0].parameters == "bfloat16" and _config.is_bfloat16(folder):
         dtype = plan.models[0].parameters  # float32 copies would say the same, and may not fit
+    config, kept = plan.models[0].config, {}
+    if config.lora is not None and kernel_facts(config).name == "block_128x128":
+        kept = {"keep_fp8": True, "recipe": config.recipe}
     with _config.reading(folder):
-        return from_hf(folder, param_dtype=dtype, shardings=lambda _: places)[1]
+        return from_hf(folder, param_dtype=dtype, shardings=lambda _: places, **kept)[1]
 
 
 def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:

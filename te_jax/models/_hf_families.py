@@ -29,6 +29,11 @@ UNUSED = (
 )
 """Fields that change nothing in the model itself."""
 
+BLOCK_FP8: dict[str, Any] = {
+    **{"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+}
+"""A quantization_config of tensors in blocks of 128 × 128 with scales: `weight` and `weight_scale_inv`."""
+
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _BIASES = ("query", "key", "value")
 _MOST_LAYERS = 10_000
@@ -116,11 +121,15 @@ def read(given: dict[str, Any], path: object, ignore: Collection[str] | None = (
     family = FAMILIES[kind]
     fields = Fields({**family.defaults, **given}, path, ignore)
     fields.expect("model_type", kind)
-    quantized = fields.take("quantization_config", kind=dict, default=None)
-    if quantized is not None and (kind, quantized.get("quant_method")) != ("gpt_oss", "mxfp4"):
+    quantized = fields.take("quantization_config", kind=dict, default=BLOCK_FP8)
+    # transformers writes no fmt.
+    said = {"fmt": "e4m3", "activation_scheme": "dynamic"} | quantized
+    wrong = [f"{name} {shown(said.get(name))}" for name, value in BLOCK_FP8.items() if said.get(name) != value]
+    if wrong and (kind, quantized.get("quant_method")) != ("gpt_oss", "mxfp4"):
         raise fields.error(
-            "the model is quantized (quantization_config), and of such models te_jax.models reads gpt-oss alone: load "
-            "it with transformers, dequantized to bfloat16, and save_pretrained it"
+            f"quantization_config has {wrong[0]}, and te_jax.models reads fp8 in e4m3 with weight_block_size [128, 128]"
+            " and dynamic activation_scheme, and of gpt_oss mxfp4: load the model with transformers, dequantized to "
+            "bfloat16, and save_pretrained it"
         )
     fields.expect("attention_dropout", 0.0)
     fields.expect("is_encoder_decoder", False)

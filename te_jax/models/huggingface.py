@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from te_jax._core.types import PyTree
+from te_jax._core.types import E4M3, PyTree
 from te_jax.models import _hf_families as families
 from te_jax.models import adapters, decoder
 from te_jax.models._hf_families import Tensor
-from te_jax.models.config import DecoderConfig, Params
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
 from te_jax.models.safetensors import (
     FolderError,
     Tensors,
@@ -32,6 +32,8 @@ from te_jax.models.safetensors import (
     shown,
     write,
 )
+from te_jax.quantized import Quantizable, QuantizedArray, both_copies, scale_shape
+from te_jax.recipe import Scaling
 
 __all__ = ["config_from_hf", "from_hf", "to_hf"]
 
@@ -39,6 +41,8 @@ _CONFIG = "config.json"
 _MOST_CONFIG_BYTES = 10_000_000
 _TOKENIZER = "tokenizer.json"
 _FLOATS = ("float32", "bfloat16", "float16")
+_SCALES = "_scale_inv"
+_BLOCKS: Scaling = "block_128x128"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _BESIDE = (
@@ -76,6 +80,7 @@ def from_hf(
     *,
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     shardings: Callable[[DecoderConfig], PyTree] | None = None,
+    keep_fp8: bool = False,
     ignore: Collection[str] = (),
     **changes: Any,
 ) -> tuple[DecoderConfig, Params]:
@@ -86,7 +91,7 @@ def from_hf(
 
     Tensors go one at a time from the file to the devices that need them, which transpose and convert them: neither the
     host nor a device ever holds a second copy of the model. Files are safetensors; nothing in them is executed. The
-    experts of gpt-oss may be in MXFP4.
+    experts of gpt-oss may be in MXFP4, and the linear layers of any model in FP8 with scales of 128 × 128 values.
 
     Args:
       folder: with config.json and model.safetensors, or an index and the files that it names: what `save_pretrained`
@@ -94,6 +99,10 @@ def from_hf(
       param_dtype: float dtype of the parameters.
       shardings: the config → a `jax.sharding.Sharding` for every parameter, in the dicts of `te_jax.models.init`; for
         example by `te_jax.models.param_specs`. None puts all on the default device.
+      keep_fp8: leave those kernels of blocks in FP8 that the files have so, as a `te_jax.QuantizedArray` with their
+        bytes, for `apply`, `generate`, and training beside them; recipe needs to be BlockScaling. Without it they are
+        dequantized. With `lora` there are both copies of each, since gradients pass through it, otherwise the one that
+        the forward pass reads.
       ignore, changes: as in `config_from_hf`. With `lora` there are adapters besides, those of `te_jax.models.init`
         with `jax.random.key(0)`, in float32.
 
@@ -101,7 +110,8 @@ def from_hf(
       (config, parameters as of `te_jax.models.init`).
 
     Raises:
-      ValueError: as for `config_from_hf`; or a tensor is missing, unknown, or of another shape than config.json says.
+      ValueError: as for `config_from_hf`; or a tensor is missing, unknown, or of another shape than config.json says,
+        or keep_fp8 is set without its recipe.
     """
     folder = Path(folder)
     family, config = _read_config(folder, ignore)
@@ -111,6 +121,12 @@ def from_hf(
     _check(folder, tensors, expected, config, family)
     shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     config = dataclasses.replace(config, **changes)
+    if keep_fp8 and kernel_facts(config).name != _BLOCKS:
+        raise ValueError(
+            f"keep_fp8 is {keep_fp8!r}, and recipe is {config.recipe!r}, which does not read kernels with scales of "
+            "128 × 128 values: pass recipe=te_jax.recipe.BlockScaling(), or leave keep_fp8 out"
+        )
+    kept = 0 if not keep_fp8 else 1 if config.lora is None else 2
     places = None if shardings is None else shardings(config)
     of_adapters = None
     if places is not None and config.lora is not None:
@@ -120,9 +136,9 @@ def from_hf(
         for path in tensor.paths:
             groups.setdefault(path, []).append(tensor)
 
-    def load(path: Sequence[Any], shape: jax.ShapeDtypeStruct, place: Sharding | None) -> jax.Array:
+    def load(path: Sequence[Any], shape: jax.ShapeDtypeStruct, place: Sharding | None) -> Quantizable:
         names = tuple(entry.key if isinstance(entry, jax.tree_util.DictKey) else entry.idx for entry in path)
-        return _load(tensors, names, groups[names], jnp.dtype(param_dtype), place)
+        return _load(tensors, names, groups[names], jnp.dtype(param_dtype), place, kept)
 
     if places is None:
         params = jax.tree.map_with_path(lambda path, shape: load(path, shape, None), shapes)
@@ -153,11 +169,12 @@ def to_hf(
 
     Args:
       folder: is made; it holds no model yet.
-      config, params: of the decoder, without adapters and without quantized kernels. Parameters may be split over
-        devices of this process.
+      config, params: of the decoder, without adapters. Kernels that are quantized by BlockScaling are written as they
+        are, in FP8 with their scales, and no others may be quantized. Parameters may be split over devices of this
+        process.
       like: a folder with such a model: its config.json is kept but for dtype, and its tokenizer is copied. Without it
         config.json names the first architecture that has such models, and no tokens that begin or end a text.
-      dtype: of the tensors: float32, bfloat16 or float16; None for that of each parameter.
+      dtype: of the tensors that are not in FP8: float32, bfloat16 or float16; None for that of each parameter.
       tokenizer: a tokenizer.json, which is copied in the place of that in `like`.
       fields: of config.json, which say nothing of parameters, such as "max_position_embeddings" and "eos_token_id".
         Without the first and `like` transformers takes the length of its class, which is 2048 for a llama, unless
@@ -165,7 +182,7 @@ def to_hf(
 
     Raises:
       ValueError: no architecture has such models, `like` holds another one, params are not those of config or are
-        quantized, or `folder` cannot be written or holds a model already.
+        quantized in another way, or `folder` cannot be written or holds a model already.
 
     Examples:
       >>> te_jax.models.to_hf("finetuned", config, params, like="Llama-3.2-1B", dtype="bfloat16")  # doctest: +SKIP
@@ -196,19 +213,33 @@ def to_hf(
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in expected.items():
         param = arrays[tensor.paths[0]]
-        shapes[name] = jax.ShapeDtypeStruct(_file_shape(tensor, param.shape), dtype or param.dtype)
+        shape = _file_shape(tensor, param.shape)
+        shapes[name] = jax.ShapeDtypeStruct(shape, dtype or param.dtype)
+        if isinstance(param, QuantizedArray):
+            shapes[name] = jax.ShapeDtypeStruct(shape, E4M3)
+            shapes[name + _SCALES] = jax.ShapeDtypeStruct(scale_shape(_BLOCKS, shape[:1], shape[1:]), np.float32)
 
     def values(name: str) -> np.ndarray:
-        tensor = expected[name]
+        tensor = expected[name.removesuffix(_SCALES)]
         parts = [arrays[path] for path in tensor.paths]
+        if isinstance(x := parts[0], QuantizedArray):
+            x = both_copies(x) if x.transposed is None else x
+            half = x.transposed if name in expected else x.transposed_scale_inv
+            assert half is not None
+            return np.asarray(jnp.copy(half if tensor.expert is None else half[tensor.expert]))
         if tensor.expert is not None:
             parts = [jnp.asarray(param)[tensor.expert] for param in parts]
         # Turned on a device, since a host takes ten times as long.
         return np.asarray(_as_in_file(tuple(parts), tensor.form, shapes[name].dtype))
 
-    of_all = {shape.dtype.name for shape in shapes.values()}
+    in_fp8 = {name for name in expected if name + _SCALES in shapes}
+    of_all = {shape.dtype.name for name, shape in shapes.items() if name.removesuffix(_SCALES) not in in_fp8}
     described = {name: value for name, value in described.items() if name not in ("dtype", "quantization_config")}
     described |= {**(fields or {}), "torch_dtype": next(iter(of_all)) if len(of_all) == 1 else "float32"}
+    if in_fp8:
+        others = [t.name.removesuffix(".weight") for t in expected.values() if t.form == "transposed"]
+        others = [name for name in others if f"{name}.weight" not in in_fp8]
+        described["quantization_config"] = families.BLOCK_FP8 | {"modules_to_not_convert": others}
     sources = {} if like is None else {name: like / name for name in _BESIDE if (like / name).is_file()}
     sources |= {} if tokenizer is None else {_TOKENIZER: Path(tokenizer)}
     files = [(name, read_file(path)) for name, path in sources.items()]
@@ -232,22 +263,32 @@ def _arrays(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig) 
     Raises:
       ValueError: one is missing, quantized or of another shape, or there are more.
     """
-    adapters.refuse_quantized(params)
     shapes, arrays = _param_shapes(config), {}
-    for path in dict.fromkeys(path for tensor in tensors for path in tensor.paths):
+    for path, form in {path: tensor.form for tensor in tensors for path in tensor.paths}.items():
         name = "".join(f"[{entry!r}]" for entry in path)
         try:
             arrays[path] = param = _at(params, path)
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"params lacks {name}, which config asks for") from error
+        if isinstance(param, QuantizedArray) and not (form == "transposed" and _is_in_blocks(param)):
+            raise ValueError(
+                f"params{name} is quantized, {param!r}: give the parameters that kernels were quantized from, or "
+                "kernels that BlockScaling quantized, in float8_e4m3fn"
+            )
         if getattr(param, "shape", None) != shapes[path[-1]]:
             raise ValueError(
                 f"params{name} has shape {getattr(param, 'shape', None)}: config asks for {shapes[path[-1]]}"
             )
-    present = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+    present = {jax.tree_util.keystr(path) for path, _ in leaves}
     if more := present - {"".join(f"[{entry!r}]" for entry in path) for path in arrays}:
         raise ValueError(f"params has {', '.join(sorted(more)[:3])}, which config does not ask for: leave that out")
     return arrays
+
+
+def _is_in_blocks(x: QuantizedArray) -> bool:
+    codes, scaling = (x.data, x.scaling) if x.transposed is None else (x.transposed, x.transposed_scaling)
+    return codes is not None and codes.dtype == E4M3 and scaling == _BLOCKS and x.row_ndim == x.col_ndim == 1
 
 
 def _read_config(folder: Path, ignore: Collection[str] | None) -> tuple[families.Family, DecoderConfig]:
@@ -299,11 +340,16 @@ def _check(
     unused = {name for name in tensors.types if name.endswith("rotary_emb.inv_freq")} | {_HEAD}
     if others := tensors.types.keys() - names - unused:
         raise FolderError(f"{folder} has {quoted(*others)}, which config.json does not ask for")
-    shapes = _param_shapes(config)
+    shapes, kinds = _param_shapes(config), {}
     for tensor in expected:
-        shape = _file_shape(tensor, shapes[tensor.paths[0][-1]])
-        if len(parts := _names_in_files(tensors, tensor)) > 1:
-            _check_mxfp4(folder, tensors, parts, shape)
+        shape, parts = _file_shape(tensor, shapes[tensor.paths[0][-1]]), _names_in_files(tensors, tensor)
+        if kinds.setdefault(tensor.paths[0], len(parts)) != len(parts):
+            raise FolderError(
+                f"{folder}: {tensor.name} is in FP8 and other experts beside it are not, or the other way: load the "
+                "model with transformers, dequantized to bfloat16, and save_pretrained it"
+            )
+        if len(parts) > 1:
+            (_check_mxfp4 if tensor.form != "transposed" else _check_blocks)(folder, tensors, parts, shape)
             continue
         found = tensors.types[tensor.name]
         if found.shape != shape:
@@ -312,12 +358,15 @@ def _check(
             )
         if found.dtype not in _FLOATS:
             raise FolderError(
-                f"{folder}: {tensor.name} has dtype {found.dtype}, and te_jax.models reads {', '.join(_FLOATS)}"
+                f"{folder}: {tensor.name} has dtype {found.dtype}, and te_jax.models reads {', '.join(_FLOATS)}, and "
+                f"{E4M3} of linear layers beside {shown(tensor.name + _SCALES)}"
             )
 
 
 def _names_in_files(tensors: Tensors, tensor: Tensor) -> tuple[str, ...]:
-    """The tensor itself, or the two of one in MXFP4."""
+    """The tensor itself, or the two of one in MXFP4, or in FP8."""
+    if tensor.form == "transposed" and {tensor.name, tensor.name + _SCALES} <= tensors.types.keys():
+        return tensor.name, tensor.name + _SCALES
     parts = f"{tensor.name}_blocks", f"{tensor.name}_scales"
     return parts if parts[0] in tensors.types and tensor.name not in tensors.types else (tensor.name,)
 
@@ -326,11 +375,23 @@ def _check_mxfp4(folder: Path, tensors: Tensors, parts: tuple[str, ...], shape: 
     experts, inner, columns = shape
     scales = experts, columns, inner // 32
     for name, wanted in zip(parts, ((*scales, 16), scales), strict=True):
-        found = tensors.types.get(name)
-        if found is None or found.shape != wanted or found.dtype != np.uint8 or inner % 32:
-            raise FolderError(
-                f"{folder}: {name} is {shown(found)}, and config.json asks for uint8 of shape {shown(wanted)}"
-            )
+        _check_part(folder, tensors, name, wanted, "uint8", fits=inner % 32 == 0)
+
+
+def _check_blocks(folder: Path, tensors: Tensors, parts: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    codes, scales = parts
+    _check_part(folder, tensors, codes, shape, E4M3.name)
+    _check_part(folder, tensors, scales, scale_shape(_BLOCKS, shape[:1], shape[1:]), "float32", "bfloat16")
+    if not np.isfinite(tensors.read(scales).astype(np.float32)).all():
+        raise FolderError(f"{folder}: {scales} has a scale that is not finite: download the file again")
+
+
+def _check_part(
+    folder: Path, tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: str, fits: bool = True
+) -> None:
+    found, wanted = tensors.types.get(name), f"{' or '.join(dtypes)} of shape {shown(shape)}"
+    if found is None or found.shape != shape or found.dtype.name not in dtypes or not fits:
+        raise FolderError(f"{folder}: {name} is {shown(found)}, and config.json asks for {wanted}")
 
 
 def _param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -353,19 +414,32 @@ def _at(params: PyTree, path: Sequence[Any]) -> Any:
 
 
 def _load(
-    tensors: Tensors, path: tuple[Any, ...], parts: Sequence[Tensor], dtype: np.dtype, place: Sharding | None
-) -> jax.Array:
-    """A parameter from the tensors that hold it: as they are in the file, then turned on the devices."""
-    if len(quantized := _names_in_files(tensors, parts[0])) > 1:
+    tensors: Tensors, path: tuple[Any, ...], parts: Sequence[Tensor], dtype: np.dtype, place: Sharding | None, kept: int
+) -> Quantizable:
+    """A parameter from the tensors that hold it: as they are in the file, then turned on the devices.
+
+    Of a block's kernel in FP8 as many copies are kept as `kept` says; with 0 it is dequantized.
+    """
+    form, of_experts = parts[0].form, parts[0].expert is not None
+
+    def put(views: Sequence[np.ndarray], source: Sharding | None) -> jax.Array:
+        return _put_stacked(views, source) if of_experts else _put(views[0], source)
+
+    if len(quantized := _names_in_files(tensors, parts[0])) > 1 and form == "transposed":
+        source = _source(place, 2 + of_experts, transposed=True)
+        whole = NamedSharding(source.mesh, PartitionSpec()) if isinstance(source, NamedSharding) else source
+        codes, scales = ([tensors.read(part.name + end) for part in parts] for end in ("", _SCALES))
+        turned = _of_blocks(kept if path[-1] in (*ATTENTION, *MLP) else 0, dtype, place, source, whole)
+        return turned(put(codes, source), put(scales, whole))
+    if len(quantized) > 1:
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
         which = parts[0].paths.index(path) if parts[0].form == "pairs" else None
         return _dequantized(which, dtype, place)(*(_put(tensors.read(name), whole) for name in quantized))
-    views, form = [tensors.read(part.name) for part in parts], parts[0].form
+    views = [tensors.read(part.name) for part in parts]
     if form == "pairs":
         views = [view[..., part.paths.index(path) :: 2] for view, part in zip(views, parts, strict=True)]
-    source = _source(place, views[0].ndim + (parts[0].expert is not None), transposed=form == "transposed")
-    turned = _turned(form == "transposed", dtype, place)
-    return turned(_put(views[0], source) if parts[0].expert is None else _put_stacked(views, source))
+    source = _source(place, views[0].ndim + of_experts, transposed=form == "transposed")
+    return _turned(form == "transposed", dtype, place)(put(views, source))
 
 
 def _source(place: Sharding | None, ndim: int, *, transposed: bool) -> Sharding | None:
@@ -402,6 +476,26 @@ def _turned(transposed: bool, dtype: np.dtype, place: Sharding | None) -> Callab
         return jnp.copy(jnp.swapaxes(x, -1, -2) if transposed else x).astype(dtype)
 
     return jax.jit(turn, out_shardings=place)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_blocks(
+    kept: int, dtype: np.dtype, place: Sharding | None, source: Sharding | None, whole: Sharding | None
+) -> Callable[..., Quantizable]:
+    """A kernel [in, out] of codes [out, in] and their scales: so many copies of it in FP8, or its values."""
+
+    def quantized(data: Any, scale_inv: Any, codes: Any, scales: Any) -> QuantizedArray:
+        return QuantizedArray(data, scale_inv, codes, scales, 1, 1, _BLOCKS, _BLOCKS, dtype)
+
+    def turn(codes: jax.Array, scales: jax.Array) -> Quantizable:
+        x = quantized(None, None, codes, scales.astype(jnp.float32))
+        if not kept:
+            return x.dequantize()
+        return jax.tree.map(jnp.copy, x if kept == 1 else both_copies(x))
+
+    of_data = (place, whole) if kept == 2 else (None, None)
+    places = quantized(*of_data, source, whole) if kept and place is not None else place
+    return jax.jit(turn, out_shardings=places)
 
 
 @functools.lru_cache(maxsize=64)
