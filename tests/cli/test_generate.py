@@ -1,5 +1,6 @@
 """`te-jax generate`, and paths of all commands: what cannot be read is one sentence and status 2."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -8,9 +9,12 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from runs import plan_of
 
-from te_jax import models
-from te_jax.cli import main
+from te_jax import models, ops
+from te_jax.cli import _step, _trained, main, train
+from te_jax.quantized import QuantizedArray
+from te_jax.recipe import BlockScaling
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
 
@@ -18,6 +22,21 @@ CONFIG = models.DecoderConfig(
     vocab_size=256, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, mlp_size=16
 )
 LONG = "a" * 300
+
+
+def in_blocks(folder):
+    """A model of bytes whose kernels are in FP8, and its parameters. Quantizing them again would change their codes."""
+    params = jax.jit(models.init, static_argnums=0)(CONFIG, jax.random.key(0))
+    for name in models.config.ATTENTION + models.config.MLP:
+        array = ops.quantize(params["layers"][0][name], BlockScaling().quantization("kernel"), copies="transposed")
+        smaller = (array.transposed.astype("float32") / 1.9).astype("float8_e4m3fn")
+        params["layers"][0][name] = dataclasses.replace(array, transposed=smaller)
+    models.to_hf(folder, CONFIG, params)
+    return params
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, QuantizedArray)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +92,31 @@ def test_each_token_is_drawn_by_itself_and_repeats_with_the_seed(folder, capfdbi
     assert len(set(found.decode().removeprefix("x").rstrip("\n"))) > 3
     assert drawn() == found
     assert drawn("--seed", "1") != found
+
+
+def test_kernels_in_fp8_stay_so(tmp_path, capfdbinary):
+    """Beside adapters, too, whose training has both copies, by the bytes of the folder."""
+    params = in_blocks(tmp_path / "blocks")
+    trained = _trained.of_folder(tmp_path / "blocks", "float32", keep_fp8=True)
+    for found, wanted in zip(jax.tree.leaves(trained.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert main.main(["generate", "x", "--from", str(tmp_path / "blocks"), "--max-new-tokens", "4"]) == 0
+    config = dataclasses.replace(CONFIG, recipe=BlockScaling())
+    tokens = np.asarray(models.generate(params, np.array([[ord("x")]]), config, max_new_tokens=4))
+    text = bytes([ord("x"), *tokens[0].tolist()]).decode(errors="replace")
+    assert capfdbinary.readouterr().out.decode() == f"{text}\n"
+    plain = _trained.of_folder(tmp_path / "blocks", "float32")  # adapters are merged with these
+    assert plain.config.recipe is None
+    assert not any(map(is_quantized, jax.tree.leaves(plain.params, is_leaf=is_quantized)))
+
+    options = {"preset": "tiny", "from_": str(tmp_path / "blocks"), "lora": 2, "seq_len": 16, "batch": 4}
+    for recipe, kept in (("block", True), ("current", False)):
+        plan = plan_of(**options, recipe=recipe)
+        frozen = train._first_state(_step.build_learner(plan, *plan.models), plan).frozen["layers"][0]
+        for name in ("query", "out", "gate", "down"):
+            codes = np.asarray(params["layers"][0][name].transposed)
+            assert np.array_equal(frozen[name].transposed, codes) == kept
+            assert np.array_equal(frozen[name].data, codes.T) == kept
 
 
 def test_prompts_of_a_file_are_lines_of_json_with_log_probabilities(folder, capsys, tmp_path):

@@ -10,12 +10,13 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from parameters import in_turns
 
 from te_jax.layers import Router
@@ -23,6 +24,7 @@ from te_jax.models import (
     PRESETS,
     Experts,
     FolderError,
+    Lora,
     RopeScaling,
     TensorParallel,
     apply,
@@ -31,18 +33,23 @@ from te_jax.models import (
     generate,
     huggingface,
     init,
+    join_adapters,
+    loss,
     param_specs,
+    split_adapters,
     to_hf,
 )
 from te_jax.models.safetensors import Tensors, write
 from te_jax.ops import Activation, quantize
 from te_jax.parallel import FSDP
+from te_jax.quantized import QuantizedArray, both_copies
 from te_jax.recipe import BlockScaling, CurrentScaling, Quantization
 
 HF = pathlib.Path(__file__).parent / "hf"
 FOLDERS = sorted(path.name for path in HF.iterdir() if (path / "config.json").is_file())
 
 E4M3 = Quantization(jnp.dtype("float8_e4m3fn"), "tensor", "tensor")
+BLOCKS = BlockScaling().quantization("kernel")
 
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
@@ -149,6 +156,129 @@ def test_experts_in_mxfp4_are_read(tmp_path, rng):
         FolderError, match=r"down_proj_scales is .*, and config.json asks for uint8 of shape \(4, 64, 1\)"
     ):
         from_hf(tmp_path / "damaged")
+
+
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+IN_BLOCKS = {"keep_fp8": True, "recipe": BlockScaling()}
+
+
+@functools.cache
+def in_blocks(name, dtype="float32"):
+    """A folder whose projections are in FP8 with 2 × 3 blocks and more, of which some are not whole; and its tensors.
+
+    Largest codes are not all 448, so that quantizing again would change them.
+    """
+    folder, rng = pathlib.Path(tempfile.mkdtemp()), np.random.default_rng(0)
+    config = dataclasses.replace(config_from_hf(HF / name), num_layers=1, window=None, hidden_size=160, mlp_size=288)
+    to_hf(folder / "plain", config, jit_init(config, jax.random.key(0)), dtype="bfloat16")
+    tensors = Tensors.open(folder / "plain")
+    found = {name: tensors.read(name) for name in tensors.types}
+    for name in [name for name in found if "proj.weight" in name]:
+        rows, columns = found[name].shape
+        scales = rng.uniform(0.5, 1, (-(-rows // 128), -(-columns // 128))) * 2e-3
+        found[f"{name}_scale_inv"] = scales.astype(dtype)
+        found[name] = rng.uniform(-99, 99, (rows, columns)).astype("float8_e4m3fn")
+    write(folder / "fp8", {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in found.items()}, found.get)
+    fields = fields_of(folder / "plain") | {"quantization_config": BLOCK_FP8}
+    (folder / "fp8" / "config.json").write_text(json.dumps(fields))
+    return folder / "fp8", found
+
+
+def values_of(tensors, name):
+    """What codes and scales stand for, in float64."""
+    codes, scales = tensors[name].astype(np.float64), tensors[f"{name}_scale_inv"].astype(np.float64)
+    return codes * np.repeat(np.repeat(scales, 128, 0), 128, 1)[: codes.shape[0], : codes.shape[1]]
+
+
+def is_in_fp8(leaf):
+    return isinstance(leaf, QuantizedArray)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama_2024", "bfloat16"), ("qwen3_moe", "float32")])
+def test_kernels_in_blocks_are_dequantized_or_kept_with_their_bytes(name, dtype, tmp_path):
+    folder, tensors = in_blocks(name, dtype)
+    config, params = from_hf(folder)
+    layer, experts = params["layers"][0], config.experts and config.experts.num_experts
+    kept_config, kept = from_hf(folder, **IN_BLOCKS)
+    for ours, theirs in (("query", "self_attn.q_proj"), ("out", "self_attn.o_proj"), ("down", "mlp.{}down_proj")):
+        each = [theirs.format(f"experts.{i}." if experts else "") for i in range(experts or 1)]
+        names = [f"model.layers.0.{name}.weight" for name in dict.fromkeys(each)]
+        wanted, codes = np.stack([values_of(tensors, name).T for name in names]), np.stack([*map(tensors.get, names)])
+        np.testing.assert_array_equal(layer[ours].reshape(wanted.shape), wanted.astype(np.float32))
+        array = kept["layers"][0][ours]
+        assert array.data is None
+        assert np.asarray(array.transposed).tobytes() == codes.tobytes()
+    assert_equal(jax.tree.map(lambda x: x.dequantize() if is_in_fp8(x) else x, kept, is_leaf=is_in_fp8), params)
+    halves = from_hf(folder, param_dtype="bfloat16")[1]["layers"][0]["down"]
+    np.testing.assert_array_equal(halves, layer["down"].astype("bfloat16"))
+    # Written back by either copy.
+    turned = jax.tree.map(lambda x: both_copies(x).without_transposed() if is_in_fp8(x) else x, kept, is_leaf=is_in_fp8)
+    for number, each in enumerate((kept, turned)):
+        like = folder if number else None
+        to_hf(tmp_path / str(number), kept_config, each, like=like, dtype="bfloat16")
+        again = Tensors.open(tmp_path / str(number))
+        assert again.types.keys() == tensors.keys()
+        assert all(again.read(n).tobytes() == x.astype(again.types[n].dtype).tobytes() for n, x in tensors.items())
+        fields = fields_of(tmp_path / str(number))
+        others = {"lm_head"} | ({"model.layers.0.mlp.gate"} if experts else set())
+        assert set(fields["quantization_config"].pop("modules_to_not_convert")) == others
+        assert fields["quantization_config"] == BLOCK_FP8 | {"fmt": "e4m3"}
+        assert fields["torch_dtype"] == "bfloat16"
+        assert_equal(from_hf(tmp_path / str(number), **IN_BLOCKS)[1], kept)
+    to_hf(tmp_path / "plain", config, params, like=folder)
+    assert "quantization_config" not in fields_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("name", ["llama_2024", "qwen3_moe"])
+def test_kernels_in_blocks_compute_what_dequantized_ones_do(name, rng):
+    folder, _ = in_blocks(name)
+    config, kept = from_hf(folder, **IN_BLOCKS)
+    tokens = rng.integers(0, config.vocab_size, (2, 16)).astype(np.int32)
+    found = np.asarray(jit_apply(kept, tokens, config))
+    wanted = np.asarray(jit_apply(from_hf(folder)[1], tokens, dataclasses.replace(config, recipe=None)))
+    error = np.median(np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1))
+    assert 5e-3 < error < 0.1  # of activations, which are in FP8 now
+    first = generate(kept, tokens, config, max_new_tokens=1)[:, 0]
+    np.testing.assert_array_equal(first, np.argmax(found[:, -1], axis=-1))
+
+
+def test_adapters_learn_beside_kernels_in_blocks(rng):
+    config, params = from_hf(in_blocks("llama_2024")[0], **IN_BLOCKS, lora=Lora(4))
+    adapters, frozen = split_adapters(params)
+    tokens = rng.integers(0, config.vocab_size, (2, 17)).astype(np.int32)
+
+    @jax.jit
+    def step(adapters):
+        run = jax.value_and_grad(lambda a: loss(join_adapters(a, frozen), tokens[:, :-1], tokens[:, 1:], config))
+        value, gradients = run(adapters)
+        return value, jax.tree.map(lambda x, gradient: x - gradient, adapters, gradients)
+
+    values = []
+    for _ in range(4):
+        value, adapters = step(adapters)
+        values.append(float(value))
+    assert np.isfinite(values).all()
+    assert values[-1] < values[0] - 0.1
+
+
+def test_each_device_reads_its_own_part_of_kernels_in_blocks(require_devices):
+    require_devices(4)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), devices=jax.devices()[:4])
+    parallel = TensorParallel(2, fsdp=FSDP(2, min_size=0))
+
+    def shardings(config):
+        specs = param_specs(dataclasses.replace(config, lora=None, recipe=None), parallel)
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        adapters = jax.eval_shape(lambda: split_adapters(init(config, jax.random.key(0)))[0])
+        return join_adapters(jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), adapters), places)
+
+    folder, _ = in_blocks("llama_2024")
+    changes = IN_BLOCKS | {"lora": Lora(2, names=("out",))}
+    params, wanted = from_hf(folder, **changes, shardings=shardings)[1], from_hf(folder, **changes)[1]
+    assert_equal(jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, wanted))
+    down = params["layers"][0]["down"]
+    for codes in (down.data, down.transposed):
+        assert codes.addressable_shards[0].data.size == codes.size // 4
 
 
 # Bounds of the median error of a token's logits: a token whose router is near a tie may meet another expert. Every
@@ -300,6 +430,8 @@ def _layer(**changes):
             {},
             r"params\['layers'\]\[0\]\['query'\] is quantized, QuantizedArray\(.*: give the parameters that kernels",
         ),
+        (lambda: load("llama_tied")[1] | {"embedding": quantize(load("llama_tied")[1]["embedding"], BLOCKS)},
+            {}, r"params\['embedding'\] is quantized, .*, or kernels that BlockScaling quantized, in float8_e4m3fn"),
         (lambda: _layer(query_a=jnp.ones((32, 2))), {}, r"params has \['layers'\]\[0\]\['query_a'\], which"),
         (lambda: _layer(query=jnp.ones((32, 16))), {}, r"\['query'\] has shape \(32, 16\): config asks for \(32, 32\)"),
         (lambda: load("llama_tied")[1] | {"layers": []}, {}, r"params lacks \['layers'\]\[0\]\['query'\], which"),
@@ -307,7 +439,7 @@ def _layer(**changes):
         (_layer, {"fields": {"hidden_size": 1}}, "fields has 'hidden_size': give what says nothing of parameters"),
         (_layer, {"tokenizer": "nowhere"}, "nowhere cannot be read: No such file"),
     ],
-    ids=["quantized", "adapters", "shape", "missing", "dtype", "fields", "tokenizer"],
+    ids=["quantized", "embedding", "adapters", "shape", "missing", "dtype", "fields", "tokenizer"],
 )  # fmt: skip
 def test_parameters_that_are_refused(make, options, words, tmp_path):
     with pytest.raises(ValueError, match=words):
@@ -485,7 +617,11 @@ def _yarn(**changes):
         ("llama", {"a": 1, "b": 2}, "'a', 'b' are unknown .* name those that do not in ignore of from_hf"),
         ("llama", {"x\x1b" * 10**5: 1}, r"'x\\x1bx.*… is unknown"),
         ("llama", {"is_causal": False}, "is_causal is False, and te_jax.models knows True alone"),
-        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "and of such models te_jax.models reads gpt-oss"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4', and te_jax.models reads"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "has weight_block_size None, and te_jax.models"),
+        ("llama", {"quantization_config": BLOCK_FP8 | {"weight_block_size": [64, 64]}}, r"block_size \[64, 64\]"),
+        ("llama", {"quantization_config": BLOCK_FP8 | {"fmt": "e5m2"}}, "fmt 'e5m2', .*: load the model with transf"),
+        ("llama", {"quantization_config": BLOCK_FP8 | {"activation_scheme": "static"}}, "activation_scheme 'static'"),
         ("llama", {"model_type": "mamba"}, "model_type is 'mamba': te_jax.models knows llama, mistral"),
         ("llama", {"hidden_size": True}, "hidden_size is True: it must be of type int"),
         ("llama", {"hidden_size": "x" * 10**6}, "hidden_size is 'x{100}…"),
@@ -556,6 +692,15 @@ def _with(name, change):
     return lambda arrays: arrays.update({name: change(arrays.get(name))})
 
 
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def _in_fp8(name, scales, dtype="float32"):
+    return lambda arrays: arrays.update(
+        {name: arrays[name].astype("float8_e4m3fn"), f"{name}_scale_inv": scales.astype(dtype)}
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -567,8 +712,16 @@ def _with(name, change):
         (_with("lm_head.weight", np.transpose), r"lm_head.weight has shape \(32, 64\), .* asks for \(64, 32\)"),
         (_with("model.norm.weight", lambda x: x[None]), r"model.norm.weight has shape \(1, 32\)"),
         (_with("model.norm.weight", lambda x: x.astype(np.int8)), "has dtype int8, and te_jax.models reads float32"),
+        (_with(GATE, lambda x: x.astype("float8_e4m3fn")), "gate_proj.weight has dtype float8_e4m3fn, .* "
+         "float8_e4m3fn of linear layers beside 'model.*gate_proj.weight_scale_inv'"),
+        (_in_fp8(GATE, np.zeros((1, 2))), r"weight_scale_inv is .*, .* for float32 or bfloat16 of shape \(1, 1\)"),
+        (_in_fp8(GATE, np.zeros((1, 1)), "float16"), "weight_scale_inv is .*float16.*, .* for float32 or bfloat16 of"),
+        (_in_fp8(GATE, np.full((1, 1), np.nan)), "weight_scale_inv has a scale that is not finite: download the file"),
+        (_with(f"{GATE}_scale_inv", lambda _: np.ones((1, 1))), "gate_proj.weight is .*, .* float8_e4m3fn of"),
+        (_in_fp8("model.embed_tokens.weight", np.ones((1, 1))), "has 'model.embed_tokens.weight_scale_inv', which"),
     ],
-    ids=["missing", "more", "hostile", "base model", "transposed", "two dimensions", "int8"],
+    ids=["missing", "more", "hostile", "base model", "transposed", "two dimensions", "int8", "no scales",
+         "scales of another shape", "scales in float16", "NaN", "scales of no codes", "embedding"],
 )  # fmt: skip
 def test_tensors_that_are_refused(change, words, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface.decoder, "init", None)
@@ -576,6 +729,18 @@ def test_tensors_that_are_refused(change, words, tmp_path, monkeypatch):
         from_hf(_changed(tmp_path / "new", change))
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1000
+
+
+def test_experts_of_which_some_are_in_blocks_are_refused(tmp_path):
+    name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+    folder = _changed(tmp_path / "new", _in_fp8(name, np.ones((1, 1))), like="mixtral")
+    with pytest.raises(FolderError, match=r"experts.2.w1.weight is in FP8 and other experts beside it are not"):
+        from_hf(folder)
+
+
+def test_kernels_are_kept_in_blocks_for_products_that_read_them():
+    with pytest.raises(ValueError, match=r"keep_fp8 is True, and recipe is None, which does not .* or leave keep_fp8"):
+        from_hf(in_blocks("llama_2024")[0], keep_fp8=True)
 
 
 @pytest.mark.parametrize(
