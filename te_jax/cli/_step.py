@@ -27,7 +27,7 @@ from te_jax.models import (
     split_adapters,
 )
 from te_jax.parallel import context_order
-from te_jax.quantized import QuantizedArray, both_copies
+from te_jax.quantized import Quantizable, QuantizedArray, both_copies
 from te_jax.recipe import DelayedScaling
 
 LossFunction = Callable[[Any, Any, jax.Array, jax.Array, jax.Array | None], Losses]
@@ -203,19 +203,18 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         return _updated(params, jax.tree.map(lambda param: jnp.full_like(param, -0.0), params), how)[1]
 
     def frozen_of(given: Any) -> Any:
-        def is_kept(leaf: Any) -> bool:
+        def is_kept(leaf: object) -> bool:
             return isinstance(leaf, QuantizedArray)
 
-        def plain(param: Any) -> jax.Array:
-            return (param.dequantize() if is_kept(param) else param).astype(config.dtype)
+        def plain(param: Quantizable) -> jax.Array:
+            return (param.dequantize() if isinstance(param, QuantizedArray) else param).astype(config.dtype)
+
+        def chosen(leaf: Quantizable, own: Quantizable) -> Quantizable:
+            # Kernels that came in FP8 keep their codes, if products read them.
+            return both_copies(own) if isinstance(leaf, QuantizedArray) and isinstance(own, QuantizedArray) else leaf
 
         params = jax.tree.map(plain, given, is_leaf=is_kept)
         frozen = optim.merge_kernels(params, kernels_of(params))
-
-        def chosen(leaf: Any, own: Any) -> Any:
-            return both_copies(own) if is_kept(leaf) and is_kept(own) else leaf
-
-        # Kernels that came in FP8 keep their codes, if products read them.
         return jax.tree.map(chosen, frozen, given, is_leaf=is_kept)
 
     def begin(params: Any) -> TrainState:

@@ -106,13 +106,13 @@ def of_folder(path: Path, dtype: jax.typing.DTypeLike, *, keep_fp8: bool = False
       UserError: the folder holds none that te_jax reads, or has no tokenizer.
     """
     tokenizer = _config.tokenizer_of(str(path))
-    kept: dict[str, Any] = {}
+    recipe = None
     if keep_fp8 and _config.has_block_fp8(path):
         with contextlib.suppress(native.NativeUnavailableError):
             fp8_implementation(None, "block_1x128", unsupported("block_1x128"), by_xla=False)
-            kept = {"keep_fp8": True, "recipe": BlockScaling()}
+            recipe = BlockScaling()
     with _config.reading(path):
-        config, params = from_hf(path, param_dtype=dtype, **kept)
+        config, params = from_hf(path, param_dtype=dtype, keep_fp8=recipe is not None, recipe=recipe)
     return Trained(config, params, tokenizer, path, str(path))
 
 

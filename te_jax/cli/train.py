@@ -325,11 +325,11 @@ def _model(learner: Learner, plan: Plan) -> Any:
     dtype = learner.params["embedding"].dtype
     if plan.models[0].parameters == "bfloat16" and _config.is_bfloat16(folder):
         dtype = plan.models[0].parameters  # float32 copies would say the same, and may not fit
-    config, kept = plan.models[0].config, {}
-    if config.lora is not None and kernel_facts(config).name == "block_128x128":
-        kept = {"keep_fp8": True, "recipe": config.recipe}
+    config = plan.models[0].config
+    kept = config.lora is not None and kernel_facts(config).name == "block_128x128"
+    recipe = config.recipe if kept else None
     with _config.reading(folder):
-        return from_hf(folder, param_dtype=dtype, shardings=lambda _: places, **kept)[1]
+        return from_hf(folder, param_dtype=dtype, shardings=lambda _: places, keep_fp8=kept, recipe=recipe)[1]
 
 
 def _windows(data: Tokens, starts: np.ndarray, plan: Plan) -> Tokens:

@@ -29,7 +29,7 @@ UNUSED = (
 )
 """Fields that change nothing in the model itself."""
 
-BLOCK_FP8: dict[str, Any] = {
+BLOCK_FP8: dict[str, object] = {
     **{"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 }
 """A quantization_config of tensors in blocks of 128 × 128 with scales: `weight` and `weight_scale_inv`."""

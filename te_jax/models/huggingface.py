@@ -409,7 +409,7 @@ def _file_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if tensor.form == "transposed" else shape
 
 
-def _at(params: PyTree, path: Sequence[Any]) -> Any:
+def _at(params: PyTree, path: Sequence[str | int]) -> Any:
     return functools.reduce(lambda tree, entry: tree[entry], path, params)
 
 
@@ -484,8 +484,9 @@ def _of_blocks(
 ) -> Callable[..., Quantizable]:
     """A kernel [in, out] of codes [out, in] and their scales: so many copies of it in FP8, or its values."""
 
-    def quantized(data: Any, scale_inv: Any, codes: Any, scales: Any) -> QuantizedArray:
-        return QuantizedArray(data, scale_inv, codes, scales, 1, 1, _BLOCKS, _BLOCKS, dtype)
+    def quantized(*copies: Any) -> QuantizedArray:
+        data, scale_inv, transposed, of_transposed = copies
+        return QuantizedArray(data, scale_inv, transposed, of_transposed, 1, 1, _BLOCKS, _BLOCKS, dtype)
 
     def turn(codes: jax.Array, scales: jax.Array) -> Quantizable:
         x = quantized(None, None, codes, scales.astype(jnp.float32))
