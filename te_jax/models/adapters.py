@@ -83,5 +83,5 @@ def refuse_quantized(params: PyTree) -> None:
         if isinstance(leaf, QuantizedArray):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is quantized, {leaf!r}: give the parameters that kernels were "
-                "quantized from, as from_hf reads them"
+                "quantized from, as from_hf reads them without keep_fp8"
             )
