@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -162,13 +161,21 @@ BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation
 IN_BLOCKS = {"keep_fp8": True, "recipe": BlockScaling()}
 
 
-@functools.cache
-def in_blocks(name, dtype="float32"):
+@pytest.fixture(scope="module")
+def in_blocks(tmp_path_factory):
+    @functools.cache
+    def make(name, dtype="float32"):
+        return _in_blocks(tmp_path_factory.mktemp("blocks"), name, dtype)
+
+    return make
+
+
+def _in_blocks(folder, name, dtype):
     """A folder whose projections are in FP8 with 2 × 3 blocks and more, of which some are not whole; and its tensors.
 
     Largest codes are not all 448, so that quantizing again would change them.
     """
-    folder, rng = pathlib.Path(tempfile.mkdtemp()), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     config = dataclasses.replace(config_from_hf(HF / name), num_layers=1, window=None, hidden_size=160, mlp_size=288)
     to_hf(folder / "plain", config, jit_init(config, jax.random.key(0)), dtype="bfloat16")
     tensors = Tensors.open(folder / "plain")
@@ -195,7 +202,7 @@ def is_in_fp8(leaf):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama_2024", "bfloat16"), ("qwen3_moe", "float32")])
-def test_kernels_in_blocks_are_dequantized_or_kept_with_their_bytes(name, dtype, tmp_path):
+def test_kernels_in_blocks_are_dequantized_or_kept_with_their_bytes(name, dtype, in_blocks, tmp_path):
     folder, tensors = in_blocks(name, dtype)
     config, params = from_hf(folder)
     layer, experts = params["layers"][0], config.experts and config.experts.num_experts
@@ -230,7 +237,7 @@ def test_kernels_in_blocks_are_dequantized_or_kept_with_their_bytes(name, dtype,
 
 
 @pytest.mark.parametrize("name", ["llama_2024", "qwen3_moe"])
-def test_kernels_in_blocks_compute_what_dequantized_ones_do(name, rng):
+def test_kernels_in_blocks_compute_what_dequantized_ones_do(name, in_blocks, rng):
     folder, _ = in_blocks(name)
     config, kept = from_hf(folder, **IN_BLOCKS)
     tokens = rng.integers(0, config.vocab_size, (2, 16)).astype(np.int32)
@@ -242,7 +249,7 @@ def test_kernels_in_blocks_compute_what_dequantized_ones_do(name, rng):
     np.testing.assert_array_equal(first, np.argmax(found[:, -1], axis=-1))
 
 
-def test_adapters_learn_beside_kernels_in_blocks(rng):
+def test_adapters_learn_beside_kernels_in_blocks(in_blocks, rng):
     config, params = from_hf(in_blocks("llama_2024")[0], **IN_BLOCKS, lora=Lora(4))
     adapters, frozen = split_adapters(params)
     tokens = rng.integers(0, config.vocab_size, (2, 17)).astype(np.int32)
@@ -261,7 +268,7 @@ def test_adapters_learn_beside_kernels_in_blocks(rng):
     assert values[-1] < values[0] - 0.1
 
 
-def test_each_device_reads_its_own_part_of_kernels_in_blocks(require_devices):
+def test_each_device_reads_its_own_part_of_kernels_in_blocks(in_blocks, require_devices):
     require_devices(4)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), devices=jax.devices()[:4])
     parallel = TensorParallel(2, fsdp=FSDP(2, min_size=0))
@@ -738,7 +745,7 @@ def test_experts_of_which_some_are_in_blocks_are_refused(tmp_path):
         from_hf(folder)
 
 
-def test_kernels_are_kept_in_blocks_for_products_that_read_them():
+def test_kernels_are_kept_in_blocks_for_products_that_read_them(in_blocks):
     with pytest.raises(ValueError, match=r"keep_fp8 is True, and recipe is None, which does not .* or leave keep_fp8"):
         from_hf(in_blocks("llama_2024")[0], keep_fp8=True)
 
