@@ -272,8 +272,8 @@ void Destroy(const cudaEvent_t (&events)[2]) {
   }
 }
 
-// Fails where fewer bytes are mapped from there on, whatever their owner says of them. A driver that does not tell is no
-// reason to refuse.
+// Fails where fewer bytes are mapped from there on, whatever their owner says of them. A driver that does not tell is
+// no reason to refuse.
 Status Measure(const void* data, int64_t bytes) {
   static const auto get_range = FindInDriver<CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange");
   const auto begin = reinterpret_cast<CUdeviceptr>(data);
