@@ -201,7 +201,9 @@ def is_in_fp8(leaf):
     return isinstance(leaf, QuantizedArray)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama_2024", "bfloat16"), ("qwen3_moe", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [pytest.param("llama_2024", "bfloat16", marks=pytest.mark.slow), ("qwen3_moe", "float32")]
+)
 def test_kernels_in_blocks_are_dequantized_or_kept_with_their_bytes(name, dtype, in_blocks, tmp_path):
     folder, tensors = in_blocks(name, dtype)
     config, params = from_hf(folder)
