@@ -99,10 +99,10 @@ def from_hf(
       param_dtype: float dtype of the parameters.
       shardings: the config → a `jax.sharding.Sharding` for every parameter, in the dicts of `te_jax.models.init`; for
         example by `te_jax.models.param_specs`. None puts all on the default device.
-      keep_fp8: leave those kernels of blocks in FP8 that the files have so, as a `te_jax.QuantizedArray` with their
-        bytes, for `apply`, `generate`, and training beside them; recipe needs to be BlockScaling. Without it they are
-        dequantized. With `lora` there are both copies of each, since gradients pass through it, otherwise the one that
-        the forward pass reads.
+      keep_fp8: leave those kernels of blocks in FP8 that the files have so, each a `te_jax.quantized.QuantizedArray` of
+        their bytes, for `apply`, `generate`, and training beside them; recipe needs to be BlockScaling. Without it they
+        are dequantized. With `lora` there are both copies of each, since gradients pass through it, otherwise the one
+        that the forward pass reads.
       ignore, changes: as in `config_from_hf`. With `lora` there are adapters besides, those of `te_jax.models.init`
         with `jax.random.key(0)`, in float32.
 
