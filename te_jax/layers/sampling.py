@@ -25,8 +25,8 @@ These are of the last of the tokens, or of as many as lengths [batch] say.
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a program of sampling depends on.
+class Options:
+    """Of sampling, each of which makes another program.
 
     Attributes:
       count, samples: tokens of each text, and texts of each prompt.
@@ -40,8 +40,8 @@ class Plan:
     stop: tuple[int, ...]
 
 
-class Values(NamedTuple):
-    """What it is given: of prompts int32 [batch, time], and of each how many tokens count; a key; three scalars."""
+class Inputs(NamedTuple):
+    """Arrays: prompts int32 [batch, time], lengths int32 [batch] or None, a key, and three scalars."""
 
     prompt: Array
     lengths: Array | None
@@ -51,7 +51,7 @@ class Values(NamedTuple):
     top_k: Array
 
 
-def checked(
+def validate(
     tokens: jax.typing.ArrayLike,
     vocab_size: int,
     *,
@@ -63,7 +63,7 @@ def checked(
     top_k: int | None,
     key: Array | None,
     stop_tokens: Collection[int],
-) -> tuple[Plan, Values, float]:
+) -> tuple[Options, Inputs, float]:
     """The arguments of `te_jax.models.generate`, which says what they mean; and the temperature, 0 for none.
 
     Raises:
@@ -108,7 +108,7 @@ def checked(
     # XLA flushes smaller numbers to 0, and larger ones are infinite in float32.
     limits = np.finfo(np.float32)
     temperature = min(max(float(temperature), float(limits.tiny)), float(limits.max)) if temperature else 0.0
-    values = Values(
+    inputs = Inputs(
         prompt.astype(jnp.int32),
         lengths,
         jax.random.key(0) if key is None else key,
@@ -117,17 +117,17 @@ def checked(
         jnp.int32(vocab_size if top_k is None else min(top_k, vocab_size)),
     )
     stop = tuple(sorted(map(int, stop_tokens)))
-    return Plan(int(max_new_tokens), int(samples), bool(temperature > 0), stop), values, temperature
+    return Options(int(max_new_tokens), int(samples), bool(temperature > 0), stop), inputs, temperature
 
 
 def check_tokens(name: str, tokens: jax.Array) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: the decoder reads integers [batch, time]; "
+            f"{name} has shape {tokens.shape} and dtype {tokens.dtype}: the model reads integers [batch, time]; "
             "a single sequence needs a leading axis of 1"
         )
     if tokens.size == 0:
-        raise ValueError(f"{name} has shape {tokens.shape}: the decoder needs at least one sequence of one token")
+        raise ValueError(f"{name} has shape {tokens.shape}: the model needs at least one sequence of one token")
 
 
 def _check_values(tokens: object, prompt: Array, vocab_size: int) -> None:
@@ -159,15 +159,15 @@ class _Found(NamedTuple):
         return jax.tree.map(write, self, _Found(*row))
 
 
-def sampled(
-    run: Run[C], caches: C, plan: Plan, values: Values, keep: Callable[[PyTree, Array, Array], PyTree]
+def sample(
+    run: Run[C], caches: C, options: Options, inputs: Inputs, keep: Callable[[PyTree, Array, Array], PyTree]
 ) -> tuple[Array, PyTree, Array]:
     """The tokens that follow, for `jax.jit`.
 
     Args:
       run: the model. It reads all prompts, and then one token of each text.
       caches: empty ones, with room for prompts and texts.
-      plan, values: of `checked`.
+      options, inputs: of `validate`.
       keep: of what run returns first, its logits and the tokens int32 [batch] that follow: a tree [batch, ...].
 
     Returns:
@@ -176,18 +176,18 @@ def sampled(
     """
 
     def chosen(logits: Array, place: Array) -> Array:
-        if not plan.draws:
+        if not options.draws:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        key = jax.random.fold_in(values.key, place)
-        return _drawn(logits, values.temperature, values.top_p, values.top_k, key)
+        key = jax.random.fold_in(inputs.key, place)
+        return _drawn(logits, inputs.temperature, inputs.top_p, inputs.top_k, key)
 
     def ends(tokens: Array) -> Array:
-        stop = jnp.array(plan.stop, jnp.int32)
-        return jnp.isin(tokens, stop) if plan.stop else jnp.zeros(tokens.shape, bool)
+        stop = jnp.array(options.stop, jnp.int32)
+        return jnp.isin(tokens, stop) if options.stop else jnp.zeros(tokens.shape, bool)
 
     def unfinished(carried: tuple[PyTree, ...]) -> Array:
         _, done, *_, ended = carried
-        return (done < plan.count) & ~jnp.all(ended)
+        return (done < options.count) & ~jnp.all(ended)
 
     def step(carried: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         found, done, token, caches, ended = carried
@@ -196,15 +196,15 @@ def sampled(
         found = found.with_row(done, token, keep(x, logits, token), ~ended)
         return found, done + 1, token, caches, ended | ends(token)
 
-    read = run(values.prompt, caches, values.lengths)
+    read = run(inputs.prompt, caches, inputs.lengths)
     # How many tokens are filled is one number for prompts of one length.
-    x, logits, caches = jax.tree.map(lambda y: jnp.repeat(y, plan.samples, axis=0) if y.ndim else y, read)
+    x, logits, caches = jax.tree.map(lambda y: jnp.repeat(y, options.samples, axis=0) if y.ndim else y, read)
     token = chosen(logits, jnp.int32(0))
     row = token, keep(x, logits, token), jnp.ones(token.shape, bool)
-    empty = jax.tree.map(lambda part: jnp.zeros((part.shape[0], plan.count, *part.shape[1:]), part.dtype), row)
+    empty = jax.tree.map(lambda part: jnp.zeros((part.shape[0], options.count, *part.shape[1:]), part.dtype), row)
     found = _Found(*empty).with_row(jnp.int32(0), *row)
     found, done, token, *_ = lax.while_loop(unfinished, step, (found, jnp.int32(1), token, caches, ends(token)))
-    return jnp.where(jnp.arange(plan.count) < done, found.tokens, token[:, None]), found.kept, found.counts
+    return jnp.where(jnp.arange(options.count) < done, found.tokens, token[:, None]), found.kept, found.counts
 
 
 def _drawn(logits: Array, temperature: Array, top_p: Array, top_k: Array, key: Array) -> Array:

@@ -108,7 +108,7 @@ def generate(
       (1, 5)
     """
     DecoderConfig.check(config)
-    plan, values, temperature = sampling.checked(
+    options, inputs, temperature = sampling.validate(
         tokens,
         config.vocab_size,
         max_new_tokens=max_new_tokens,
@@ -123,31 +123,31 @@ def generate(
     if isinstance(config.recipe, DelayedScaling):
         raise ValueError("config.recipe is DelayedScaling, whose state is one of training: use another recipe or None")
     softmax = ops.Softmax(temperature or 1.0) if return_log_probs else None
-    found, log_probs = _generate(params, values, config, plan, softmax, implementation)
+    found, log_probs = _generate(params, inputs, config, options, softmax, implementation)
     return found if log_probs is None else (found, log_probs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "plan", "softmax", "implementation"))
+@functools.partial(jax.jit, static_argnames=("config", "options", "softmax", "implementation"))
 def _generate(
     params: Params,
-    values: sampling.Values,
+    inputs: sampling.Inputs,
     config: DecoderConfig,
-    plan: sampling.Plan,
+    options: sampling.Options,
     softmax: ops.Softmax | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
     params = _quantized_once(params, config, implementation)
-    batch, time = values.prompt.shape
-    caches = [Cache.empty(batch, time + plan.count, config.heads, config.dtype) for _ in range(config.num_layers)]
+    batch, time = inputs.prompt.shape
+    caches = [Cache.empty(batch, time + options.count, config.heads, config.dtype) for _ in range(config.num_layers)]
 
     def run(tokens: Array, caches: list[Cache], lengths: Array | None) -> tuple[Array, Array, list[Cache]]:
         return _run(params, tokens, caches, config, implementation, lengths)
 
     def keep(x: Array, logits: Array, tokens: Array) -> Array | None:
-        # Of hidden states the log-probabilities are those of a trainer, with the same roundings.
+        # linear_log_probs of hidden states rounds as a trainer's head does.
         return None if softmax is None else x
 
-    tokens, states, counts = sampling.sampled(run, caches, plan, values, keep)
+    tokens, states, counts = sampling.sample(run, caches, options, inputs, keep)
     if softmax is None:
         return tokens, None
     counted = jnp.where(counts, tokens, softmax.ignore_index)

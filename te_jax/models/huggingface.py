@@ -418,7 +418,7 @@ def _load(
 ) -> Quantizable:
     """A parameter from the tensors that hold it: as they are in the file, then turned on the devices.
 
-    Of a block's kernel in FP8 as many copies are kept as `kept` says; with 0 it is dequantized.
+    A kernel in FP8 stays so in one copy or both, as `kept` says; with 0 it is dequantized.
     """
     form, of_experts = parts[0].form, parts[0].expert is not None
 

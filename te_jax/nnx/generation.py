@@ -53,8 +53,8 @@ def generate(
       Tokens int32 and their log-probabilities float32, both [batch × samples, max_new_tokens].
 
     Raises:
-      ValueError: an argument breaks a rule, or the model has no `Attention`, or has delayed scaling, whose state is one
-        of training.
+      ValueError: an argument breaks a rule, the model has no `Attention` or one of Flax, or it has delayed scaling,
+        whose state is one of training.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -67,7 +67,7 @@ def generate(
       >>> found.shape
       (1, 5)
     """
-    plan, values, _ = sampling.checked(
+    options, inputs, _ = sampling.validate(
         tokens,
         vocab_size,
         max_new_tokens=max_new_tokens,
@@ -82,25 +82,28 @@ def generate(
     graphdef, state = nnx.split(model)
     if nnx.to_flat_state(nnx.filter_state(state, OverwriteWithGradient)):
         raise ValueError("model has delayed scaling, whose state is one of training: convert it with another recipe")
-    return _generate(graphdef, state, values, plan, logits)
+    return _generate(graphdef, state, inputs, options, logits)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "plan", "logits"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "options", "logits"))
 def _generate(
     graphdef: nnx.GraphDef[Model],
     state: PyTree,
-    values: sampling.Values,
-    plan: sampling.Plan,
+    inputs: sampling.Inputs,
+    options: sampling.Options,
     logits: Callable[[Model, Array], Array] | None,
 ) -> tuple[Array, Array]:
     model = quantize_kernels(nnx.merge(graphdef, state))
-    batch, time = values.prompt.shape
+    batch, time = inputs.prompt.shape
     attentions = [module for _, module in nnx.iter_modules(model) if isinstance(module, Attention)]
-    if not attentions:
-        raise ValueError("model has no te_jax.nnx.Attention, whose cache holds the tokens before the next one: use it")
+    if not attentions or any(isinstance(module, nnx.MultiHeadAttention) for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            "model needs te_jax.nnx.Attention, whose cache holds the tokens before the next one, for all of its "
+            "attention: use it in the place of flax.nnx.MultiHeadAttention"
+        )
     for attention in attentions:
         attention.decode = True
-        attention.init_cache(batch, time + plan.count)
+        attention.init_cache(batch, time + options.count)
     graphdef, caches, rest = nnx.split(model, nnx.Cache, ...)
     rest = lax.optimization_barrier(rest)  # so that no loop quantizes once more
 
@@ -116,8 +119,9 @@ def _generate(
         return None, found.astype(jnp.float32), nnx.state(model, nnx.Cache)
 
     def keep(_: None, logits: Array, tokens: Array) -> Array:
-        scaled = jax.nn.log_softmax(logits / jnp.where(plan.draws, values.temperature, 1.0))
+        logits -= jnp.max(logits, axis=1, keepdims=True)  # before the division, which may overflow
+        scaled = jax.nn.log_softmax(logits / inputs.temperature if options.draws else logits)
         return jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
 
-    found, log_probs, counts = sampling.sampled(run, caches, plan, values, keep)
+    found, log_probs, counts = sampling.sample(run, caches, options, inputs, keep)
     return found, jnp.where(counts, log_probs, 0.0)

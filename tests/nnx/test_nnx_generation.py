@@ -45,6 +45,14 @@ def test_a_cache_gives_what_whole_sequences_give(recipe, rng):
     assert model.blocks[0].attention.cached_key is None  # the model stays as it is
 
 
+def test_the_smallest_temperature_draws_the_likeliest_token():
+    options = {"vocab_size": 64, "max_new_tokens": 2}
+    model, key = Model(nnx.Rngs(0)), jax.random.key(0)
+    found, log_probs = generate(model, [[1, 2]], **options, temperature=1e-38, key=key)
+    np.testing.assert_array_equal(found, generate(model, [[1, 2]], **options)[0])
+    np.testing.assert_array_equal(log_probs, 0)
+
+
 def odd_tokens(model, tokens):
     logits = model(tokens)
     return jnp.where(jax.lax.broadcasted_iota(int, logits.shape, 2) % 2 == 1, logits, -jnp.inf)
@@ -62,7 +70,8 @@ def test_the_end_of_a_text_and_a_head_of_ones_own():
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (lambda rngs: nnx.Sequential(nnx.Embed(64, 16, rngs=rngs)), "model has no te_jax.nnx.Attention"),
+        (lambda rngs: nnx.Sequential(nnx.Embed(64, 16, rngs=rngs)), "model needs te_jax.nnx.Attention"),
+        (lambda rngs: nnx.List([Model(rngs), nnx.MultiHeadAttention(1, 8, rngs=rngs)]), "in the place of flax.nnx"),
         (lambda rngs: Linear(16, 16, recipe=DelayedScaling(), rngs=rngs), "model has delayed scaling"),
     ],
 )
