@@ -82,15 +82,16 @@ def generate(
     graphdef, state = nnx.split(model)
     if nnx.to_flat_state(nnx.filter_state(state, OverwriteWithGradient)):
         raise ValueError("model has delayed scaling, whose state is one of training: convert it with another recipe")
-    return _generate(graphdef, state, inputs, options, logits)
+    return _generate(graphdef, state, inputs, options, vocab_size, logits)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "options", "logits"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "options", "vocab_size", "logits"))
 def _generate(
     graphdef: nnx.GraphDef[Model],
     state: PyTree,
     inputs: sampling.Inputs,
     options: sampling.Options,
+    vocab_size: int,
     logits: Callable[[Model, Array], Array] | None,
 ) -> tuple[Array, Array]:
     model = quantize_kernels(nnx.merge(graphdef, state))
@@ -110,6 +111,11 @@ def _generate(
     def run(tokens: Array, caches: PyTree, lengths: Array | None) -> tuple[None, Array, PyTree]:
         model = nnx.merge(graphdef, caches, rest)
         found = cast(Callable[[Array], Array], model)(tokens) if logits is None else logits(model, tokens)
+        if found.shape != (*tokens.shape, vocab_size):
+            raise ValueError(
+                f"model gives {list(found.shape)} of tokens {list(tokens.shape)}, and vocab_size is {vocab_size}: it "
+                "needs to give [batch, time, vocab_size]; logits=… says how, where a call does not"
+            )
         if lengths is not None:  # padding is not there for the tokens that follow
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, Attention) and module.cache_index is not None:

@@ -71,6 +71,7 @@ def test_the_end_of_a_text_and_a_head_of_ones_own():
     ("model", "sentence"),
     [
         (lambda rngs: nnx.Sequential(nnx.Embed(64, 16, rngs=rngs)), "model needs te_jax.nnx.Attention"),
+        (lambda rngs: nnx.Sequential(Model(rngs), lambda x: x[..., 1:]), r"gives \[1, 1, 63\] of tokens \[1, 1\], and"),
         (lambda rngs: nnx.List([Model(rngs), nnx.MultiHeadAttention(1, 8, rngs=rngs)]), "in the place of flax.nnx"),
         (lambda rngs: Linear(16, 16, recipe=DelayedScaling(), rngs=rngs), "model has delayed scaling"),
     ],
