@@ -24,6 +24,10 @@ from te_jax.recipe import DelayedScaling
 
 __all__ = ["generate"]
 
+_ROW_MULTIPLE = 4
+"""Rows of a product while texts are continued. Products of blocks would each be padded to it, with the scales, and XLA
+writes out the terms of a product of one row with a small kernel."""
+
 
 # fmt: off
 @overload
@@ -188,9 +192,18 @@ def _run(
 ) -> tuple[Array, Array, list[Cache]]:
     """The last hidden states [batch, hidden] and logits [batch, V] in float32 after the last of tokens [batch, time],
     or of as many as lengths [batch] say, and the caches with them. Several tokens are the first ones."""
-    time, filled = tokens.shape[1], []
-    rotary = rotary_tables(caches[0].positions(time), config.head_dim, config.rope_theta, config.rope_scaling)
-    x = tensor_parallel.embed(params["embedding"], tokens, config, None)
+    (batch, time), filled = tokens.shape, []
+    # Scales of an amax and a capacity of experts would count the rows that are added.
+    by_row = config.experts is None and not kernel_facts(config).by_tensor
+    padding = [(0, -batch % _ROW_MULTIPLE if time == 1 and by_row else 0)]
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, padding + [(0, 0)] * (x.ndim - 1))
+
+    positions = caches[0].positions(time)
+    positions = positions if positions.ndim == 1 else padded(positions)
+    rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    x = tensor_parallel.embed(params["embedding"], padded(tokens), config, None)
     for layer, cache, window in zip(params["layers"], caches, config.windows, strict=True):
 
         def attend(
@@ -202,12 +215,13 @@ def _run(
             window: int | None = window,
         ) -> Array:
             options: Any = {"window": window, "sinks": sinks, "implementation": config.attention}
+            query, key, value = query[:batch], key[:batch], value[:batch]
             mixed, after = attend_cached(query, key, value, cache, **options)
             filled.append(after if lengths is None else after._replace(filled=lengths))
             # Without a mask for those that are not there yet, which cuDNN would have to read.
-            return ops.attention(query, key, value, causal=True, **options) if time > 1 else mixed
+            return ops.attention(query, key, value, causal=True, **options) if time > 1 else padded(mixed)
 
         x, _ = Block(layer, None, config, None, implementation)(x, rotary, attend)
-    x = rms_norm(params["final_norm"], config, implementation)(_last(x, lengths), None)[:, 0]
+    x = rms_norm(params["final_norm"], config, implementation)(_last(x, lengths), None)[:batch, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
     return x, sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled
