@@ -26,6 +26,12 @@ def in_turns(every, *others):
     return rows
 
 
+def parts(count, in_ci):
+    """Parameters from 0 on: the first for `make test`, as many as `in_ci` for CI, and all with `pytest -m ""`."""
+    marks = [()] + [pytest.mark.slow] * (in_ci - 1) + [(pytest.mark.slow, pytest.mark.product)] * (count - in_ci)
+    return [pytest.param(part, marks=marks[part]) for part in range(count)]
+
+
 def drawn(rows, place):
     """One of the rows; TE_JAX_TEST_SEED=N draws others."""
     seed = int(os.environ.get("TE_JAX_TEST_SEED", 0))

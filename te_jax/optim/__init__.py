@@ -1,4 +1,4 @@
-"""Adam with states in few bytes, as optax transforms."""
+"""Adam and Muon with states in few bytes, as optax transforms."""
 
 try:
     import optax  # noqa: F401
@@ -11,6 +11,7 @@ from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from te_jax.optim._buckets import Buckets, Packed
 from te_jax.optim._convert import convert_state
 from te_jax.optim._master import MasterWeightsState, master_weights, weights
+from te_jax.optim._muon import ScaleByMuonState, muon, muon_dimension_numbers, scale_by_muon
 from te_jax.optim._nonfinite import (
     DynamicLossScaleState,
     SkipNonfiniteState,
@@ -29,6 +30,7 @@ __all__ = [
     "Packed",
     "Requantize",
     "ScaleByAdamState",
+    "ScaleByMuonState",
     "SkipNonfiniteState",
     "adam",
     "adamw",
@@ -38,9 +40,12 @@ __all__ = [
     "loss_scale",
     "master_weights",
     "merge_kernels",
+    "muon",
+    "muon_dimension_numbers",
     "offload",
     "overwrite_with_gradient",
     "scale_by_adam",
+    "scale_by_muon",
     "skip_nonfinite",
     "weights",
 ]

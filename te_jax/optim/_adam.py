@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from te_jax._core.arguments import as_flag, is_whole_number
+from te_jax._core.arguments import as_flag
 from te_jax._core.types import PyTree
 from te_jax.optim import _bounds, _moments, _rounding
 from te_jax.optim._master import in_float32, master_weights
@@ -92,12 +92,7 @@ def scale_by_adam(
       Low-precision moments: Dettmers et al., https://arxiv.org/abs/2110.02861; optax issue 1552.
     """
     dtypes = _moments.checked_dtype("mu_dtype", mu_dtype), _moments.checked_dtype("nu_dtype", nu_dtype)
-    if isinstance(seed, Array | np.ndarray):
-        is_seed = seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)
-    else:
-        is_seed = is_whole_number(seed) and 0 <= seed < 2**32
-    if not is_seed:
-        raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
+    _rounding.check_seed(seed)
     nesterov = as_flag("nesterov", nesterov)
     stochastic_rounding = as_flag("stochastic_rounding", stochastic_rounding)
 
@@ -129,17 +124,10 @@ def scale_by_adam(
             # Boxes of Flax may name other axes than those of parameters.
             *([None] * len(gradients) if tree is None else jax.tree.leaves(tree) for tree in state[3:]),
         ]
-        keys = None
-        if stochastic_rounding:
-            key = _rounding.mix(_rounding.mix(jnp.uint32(seed)) + count.astype(jnp.uint32))
-            keys = _rounding.mix(key ^ jnp.arange(len(gradients), dtype=jnp.uint32))
+        keys = _rounding.keys(seed, count, len(gradients)) if stochastic_rounding else None
         after = []
         for leaf, (gradient, *of_leaf) in enumerate(zip(gradients, *moments, strict=True)):
-            if gradient.shape != of_leaf[0].shape:
-                raise ValueError(
-                    f"updates have a gradient of shape {gradient.shape} whose moments have shape {of_leaf[0].shape}: "
-                    "gradients must have the shapes of the parameters that the state was made for"
-                )
+            _moments.check_shape(gradient, of_leaf[0])
             change, new_mu, *rest = _update(
                 gradient, *of_leaf, None if keys is None else keys[leaf], step, nesterov=nesterov
             )
@@ -172,7 +160,7 @@ def _update(
     """One parameter: its update, both moments, and the bounds of their blocks."""
     dtype = np.promote_types(gradient.dtype, np.float32)
     step = jax.tree.map(lambda value: value.astype(dtype), step)
-    g = _clipped(gradient.astype(dtype), mu.dtype, nu.dtype)
+    g = _moments.clipped(gradient.astype(dtype), mu.dtype, nu.dtype)
 
     def corrected(moment: Array, correction: Array) -> Array:
         # optax divides, and float32 states repeat its bits. Loops that move fewer bytes have no time to.
@@ -190,7 +178,7 @@ def _update(
 
     if mu_bounds is not None or nu_bounds is not None:
         largest = _moments.maxima(g if dtype == np.float64 else gradient).astype(dtype)
-        largest = _clipped(largest, mu.dtype, nu.dtype)
+        largest = _moments.clipped(largest, mu.dtype, nu.dtype)
         if mu_bounds is not None:
             mu_bounds = (step.one_minus_b1 * largest + step.b1 * mu_bounds.astype(dtype)).astype(jnp.float32)
         if nu_bounds is not None:
@@ -200,14 +188,6 @@ def _update(
     mu = _moments.encode(m, mu_bounds, mu.dtype, bits)
     nu = _moments.encode(v, nu_bounds, nu.dtype, bits, positive=True)
     return update.astype(gradient.dtype), mu, nu, mu_bounds, nu_bounds
-
-
-def _clipped(gradient: Array, mu_dtype: np.dtype, nu_dtype: np.dtype) -> Array:
-    """The gradient, its finite values clipped so that no moment overflows; NaN and infinities stay."""
-    # At most a quarter of the largest number, or of its square root: room for what rounding adds.
-    of_float64 = 2.0**511 if mu_dtype == np.float64 else 2.0**126
-    limit = of_float64 if nu_dtype == np.float64 else 2.0**63
-    return jnp.where(jnp.abs(gradient) < np.inf, jnp.clip(gradient, -limit, limit), gradient)
 
 
 def adam(
@@ -257,7 +237,7 @@ def adam(
         seed=seed,
     )
     chain = optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
-    return _finished(chain, master_dtype, skip_nonfinite)
+    return finished(chain, master_dtype, skip_nonfinite)
 
 
 def adamw(
@@ -306,9 +286,12 @@ def adamw(
     chain = optax.chain(
         scaled, optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
     )
-    return _finished(chain, master_dtype, skip_nonfinite)
+    return finished(chain, master_dtype, skip_nonfinite)
 
 
-def _finished(chain: optax.GradientTransformation, master_dtype: jax.typing.DTypeLike | None, skip: bool):
+def finished(
+    chain: optax.GradientTransformation, master_dtype: jax.typing.DTypeLike | None, skip: bool
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a chain: its arithmetic in float32, with masters or without, and skipped steps if asked for."""
     optimizer = in_float32(chain) if master_dtype is None else master_weights(chain, master_dtype)
     return skip_nonfinite_steps(optimizer) if as_flag("skip_nonfinite", skip) else optimizer

@@ -1,4 +1,4 @@
-"""From one Adam's state to another's, so that a run can change its dtypes or its optimizer."""
+"""From one Adam's or Muon's state to another's, so that a run can change its dtypes or its optimizer."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from optax.contrib import MuonState
 
 from te_jax._core.types import PyTree, T
 from te_jax.optim import _moments
 from te_jax.optim._adam import ScaleByAdamState
 from te_jax.optim._master import MasterWeightsState, convert_masters, is_masked
+from te_jax.optim._muon import ScaleByMuonState
 from te_jax.optim._nonfinite import DynamicLossScaleState, SkipNonfiniteState
 
-_ADAM = (ScaleByAdamState, optax.ScaleByAdamState)
+_WITH_MOMENTS = (ScaleByAdamState, optax.ScaleByAdamState), (ScaleByMuonState, MuonState)
 _WRAPPERS = (MasterWeightsState, SkipNonfiniteState, DynamicLossScaleState)
 
 
 def convert_state(optimizer: optax.GradientTransformation, state: PyTree, params: PyTree) -> PyTree:
-    """Converts the state of one Adam into that of another, with which a run continues.
+    """Converts the state of one Adam into that of another, or of one Muon, with which a run continues.
 
     It rounds moments to nearest if the new dtype is narrower, and keeps counts and schedules. It keeps masters, or
     starts them from the parameters. If the new optimizer has none, it drops the old ones: to keep their values, pass
@@ -59,8 +61,8 @@ def _beside(leaf: Array, like: Array) -> Array:
 
 def _convert(target: PyTree, source: PyTree, params: PyTree, where: str) -> PyTree:
     """The state `source`, which messages call `where`, in the form of the state `target`."""
-    if isinstance(target, _ADAM) and isinstance(source, _ADAM):
-        return _convert_adam(target, source, where)
+    if _have_the_same_moments(target, source):
+        return _convert_moments(target, source, where)
     if isinstance(target, _WRAPPERS) or isinstance(source, _WRAPPERS):
         wrappers: dict[type, list[tuple[PyTree, str]]] = {kind: [] for kind in _WRAPPERS}
         while isinstance(source, _WRAPPERS):
@@ -95,6 +97,10 @@ def _convert(target: PyTree, source: PyTree, params: PyTree, where: str) -> PyTr
     return jax.tree.map(
         lambda new, old: new if old is new else lax.convert_element_type(old, new.dtype), target, source
     )
+
+
+def _have_the_same_moments(target: object, source: object) -> bool:
+    return any(isinstance(target, kind) and isinstance(source, kind) for kind in _WITH_MOMENTS)
 
 
 def _are_sequences(target: object, source: object) -> bool:
@@ -163,7 +169,7 @@ def _convert_wrapped(
     return before._replace(inner=inner)
 
 
-def _convert_adam(target: PyTree, source: PyTree, where: str) -> PyTree:
+def _convert_moments(target: PyTree, source: PyTree, where: str) -> PyTree:
     def convert(name: str) -> tuple[PyTree, PyTree]:
         old, new = getattr(source, name), getattr(target, name)
         _check_parameters(new, old, f"{where}.{name}")
@@ -186,8 +192,9 @@ def _convert_adam(target: PyTree, source: PyTree, where: str) -> PyTree:
         ]
         return structure.unflatten(values), jax.tree.structure(new_bounds).unflatten(largest) if scaled else None
 
-    (mu, mu_bounds), (nu, nu_bounds) = convert("mu"), convert("nu")
-    count = jnp.asarray(source.count).astype(np.int32)
-    if isinstance(target, ScaleByAdamState):
-        return ScaleByAdamState(count, mu, nu, mu_bounds, nu_bounds)
-    return optax.ScaleByAdamState(count, mu, nu)
+    fields: dict[str, PyTree] = {"count": jnp.asarray(source.count).astype(np.int32)}
+    for name in ("mu", "nu"):
+        if hasattr(target, name):
+            fields[name], bounds = convert(name)
+            fields |= {f"{name}_bounds": bounds} if hasattr(target, f"{name}_bounds") else {}
+    return target._replace(**fields)

@@ -1,4 +1,4 @@
-"""How a moment of Adam is kept: as it is, in bfloat16, or in blocks of 128 values of float16 or FP8 with a scale each.
+"""How a moment is kept: as it is, in bfloat16, or in blocks of 128 values of float16 or FP8 with a scale each.
 
 A block's scale follows from an upper bound of its magnitudes, which is kept beside it and takes the same step as the
 moment itself: |b·m + (1-b)·g| ≤ b·bound + (1-b)·max|g|. So one look at the gradient's block maxima is enough, where the
@@ -49,11 +49,31 @@ def zeros(param: Array | jax.ShapeDtypeStruct, dtype: np.dtype | None) -> Array:
     param_dtype = jnp.result_type(param)
     if param_dtype not in (*_PLAIN, _FLOAT16):
         raise ValueError(
-            f"a parameter has dtype {param_dtype}: Adam needs parameters in float32, bfloat16, float16 or float64; "
+            f"a parameter has dtype {param_dtype}: moments need parameters in float32, bfloat16, float16 or float64; "
             "mask it out"
         )
     dtype = dtype or (np.dtype(jnp.float32) if param_dtype == _FLOAT16 else param_dtype)
     return jnp.zeros_like(param, dtype=dtype)
+
+
+def check_shape(gradient: Array, moment: Array) -> None:
+    if gradient.shape != moment.shape:
+        raise ValueError(
+            f"updates have a gradient of shape {gradient.shape} whose moments have shape {moment.shape}: "
+            "gradients must have the shapes of the parameters that the state was made for"
+        )
+
+
+def clipped(gradient: Array, *dtypes: np.dtype) -> Array:
+    """The gradient, its finite values clipped so that no moment of these dtypes overflows; NaN and infinities stay.
+
+    The last one is that of a second moment, if there are two.
+    """
+    # At most a quarter of the largest number, or of its square root: room for what rounding adds.
+    limit = 2.0**511 if dtypes[0] == np.float64 else 2.0**126
+    if len(dtypes) > 1 and dtypes[1] != np.float64:
+        limit = 2.0**63
+    return jnp.where(jnp.abs(gradient) < np.inf, jnp.clip(gradient, -limit, limit), gradient)
 
 
 def maxima(x: Array) -> Array:

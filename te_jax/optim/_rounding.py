@@ -8,6 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from te_jax._core.arguments import is_whole_number
+
+
+def check_seed(seed: int | Array) -> None:
+    if isinstance(seed, Array | np.ndarray):
+        is_seed = seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)
+    else:
+        is_seed = is_whole_number(seed) and 0 <= seed < 2**32
+    if not is_seed:
+        raise ValueError(f"seed is {seed!r}; it must be an integer from 0 to 2^32 - 1")
+
+
+def keys(seed: int | Array, count: Array, leaves: int) -> Array:
+    """uint32 [leaves]: for the random bits of each parameter in a step."""
+    key = mix(mix(jnp.uint32(seed)) + count.astype(jnp.uint32))
+    return mix(key ^ jnp.arange(leaves, dtype=jnp.uint32))
+
 
 def mix(x: Array) -> Array:
     """A bijection of uint32 that spreads every bit of x over all bits of the result: shifts and two products."""

@@ -48,6 +48,7 @@ def per_shard(
     replicated: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
     reuse: Mapping[int, int] | None = None,
+    copies: str | None = None,
 ):
     """Decorates `function(*operands, axes, reuse, **static)`, which computes on local arrays, for use on sharded ones.
 
@@ -64,6 +65,8 @@ def per_shard(
       reuse: {operand index: result index}: results that may be written over an operand. The function is told to do so,
         by `reuse`, unless the operand is an argument of the whole program that is not donated, where sharing a buffer
         would cost a copy. Without it the function is not given `reuse`.
+      copies: the name in `axes` of the mesh axes over which nothing is split, for a function that divides its work over
+        devices that have the same operands; None for one that does not.
 
     Returns:
       A decorator. The decorated function takes the operands, the static keyword arguments, which must be hashable, and
@@ -72,7 +75,7 @@ def per_shard(
       but not `axes`, and combine what comes back. Where nothing is split `axes` is empty, and it makes its native call,
       with `aliases=reuse`. `decorated.observable` is the same for an evaluation of the jaxpr (`te_jax.debug`).
     """
-    dispatch = _Dispatch(Rule.parse(rule), axes_of, replicated, sizes or {}, tuple((reuse or {}).items()))
+    dispatch = _Dispatch(Rule.parse(rule), axes_of, replicated, sizes or {}, tuple((reuse or {}).items()), copies)
     undecided = {"reuse": None} if reuse else {}
 
     def decorate(function: Callable[..., Results]) -> Callable[..., Results]:
@@ -105,7 +108,13 @@ class _Dispatch:
     """Calls a local function on operands that may be sharded in any way."""
 
     def __init__(
-        self, rule: Rule, axes_of: Sequence[str], replicated: Sequence[str], sizes: Mapping[str, int], reuse: Reuse
+        self,
+        rule: Rule,
+        axes_of: Sequence[str],
+        replicated: Sequence[str],
+        sizes: Mapping[str, int],
+        reuse: Reuse,
+        copies: str | None,
     ):
         if set(rule.minor_factors) != set(sizes):
             raise ValueError(
@@ -117,6 +126,7 @@ class _Dispatch:
         self.replicated = tuple(replicated)
         self.sizes = dict(sizes)
         self.reuse = reuse
+        self.copies = copies
 
     def __call__(self, function: Callable[..., Results], *operands: Array) -> Results:
         def body(*operands: Array, **reuse: Reuse) -> Results:
@@ -132,7 +142,8 @@ class _Dispatch:
     def run(self, function: Callable[..., Results], operands: Sequence[Array], reuse: dict[str, Reuse]) -> Results:
         """Runs under the operands' shardings; `reuse` is empty, or {"reuse": …} as decided."""
         mesh = mesh_of(*operands)
-        if any(axis in mesh.explicit_axes for operand in operands for axis in axes_of_type(operand)):
+        is_split = any(axis in mesh.explicit_axes for operand in operands for axis in axes_of_type(operand))
+        if is_split or (self.copies and mesh.explicit_axes):
             return self._over_explicit_axes(function, mesh, operands, reuse)
         # XLA gives custom_partitioning no sharding that JAX can read where a shard_map leaves Auto axes of one device.
         if not mesh.empty and all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
@@ -157,7 +168,13 @@ class _Dispatch:
 
         assignment = rule.assign(specs, [len(shape) for shape in shapes], (*self.replicated, *whole), divides)
         self._warn_of_cut_blocks(specs, shapes, mesh, assignment)
-        return assignment, {factor: assignment.axes[factor] for factor in self.axes_of if factor in assignment.axes}
+        axes = {factor: assignment.axes[factor] for factor in self.axes_of if factor in assignment.axes}
+        if self.copies:
+            taken = {axis for factor_axes in assignment.axes.values() for axis in factor_axes}
+            mapped = mesh.explicit_axes or mesh.auto_axes  # the one kind that the function is local to
+            if free := tuple(axis for axis in mapped if axis not in taken and mesh.shape[axis] > 1):
+                axes[self.copies] = free
+        return assignment, axes
 
     def _warn_of_cut_blocks(self, specs: Sequence[PartitionSpec], shapes: Sequence[Shape], mesh, assignment) -> None:
         """Warns of dimensions that are gathered because their shards would cut blocks."""
@@ -246,7 +263,7 @@ class _Dispatch:
 
     def _digest(self, function: Callable[..., Results], reuse: dict[str, Reuse], body: ClosedJaxpr) -> str:
         """A hash of the call and of how it is split, the same in every process."""
-        settings = (self.rule.text, self.axes_of, self.replicated, sorted(self.sizes.items()), self.reuse)
+        settings = (self.rule.text, self.axes_of, self.replicated, sorted(self.sizes.items()), self.reuse, self.copies)
         static = _static_values(function)
         text = _ADDRESS.sub("", f"{__version__} {settings} {sorted(reuse.items())} {static} {body}")
         return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -348,6 +348,7 @@ LINEAR_TOKEN_LOSS = Operation(
     call=policy_loss,
     oracle=policy_loss_oracle,
     dtypes=("float32",),
+    tolerance=(1e-4, None),  # losses of either sign cancel in the sum
     layouts={
         "tokens": Layout(
             {**_BY_TOKENS, "arrays": P("data")},

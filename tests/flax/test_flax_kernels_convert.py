@@ -132,7 +132,7 @@ def test_each_kernel_of_a_scope_has_a_state(rng):
     (value, gradients), (exact, plain) = step(model, variables), step(Mlp(), {"params": variables["params"]})
     assert 0 < abs(value / exact - 1) < 0.1
     errors = jax.tree.map(relative_error, gradients["params"], plain["params"])
-    assert max(jax.tree.leaves(errors)) < 0.15
+    assert max(jax.tree.leaves(errors)) < 0.25
     states = gradients[OVERWRITE_WITH_GRADIENT]
     assert {name: state["uses"] for name, state in states.items()} == {"gating_einsum": 1, "linear": 1}
     assert states["linear"]["kernel_amax_history"][0] == np.abs(variables["params"]["linear"]).max()

@@ -356,7 +356,7 @@ def test_arguments_of_no_use(message):
 def test_parameters_states_and_gradients_of_others():
     for dtype in ("int32", "complex64", "float8_e5m2"):
         params = {"a": np.zeros(3, np.float32), "b": np.zeros(3, dtype)}
-        message = f"a parameter has dtype {dtype}: Adam needs parameters in float32, bfloat16"
+        message = f"a parameter has dtype {dtype}: moments need parameters in float32, bfloat16"
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(optim.adam(0.1).init, params)
     adam = optim.scale_by_adam()
