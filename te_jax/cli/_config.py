@@ -24,6 +24,7 @@ from te_jax.models import (
     RopeScaling,
     TensorParallel,
     config_from_hf,
+    peft,
 )
 from te_jax.models.config import ATTENTION
 from te_jax.models.safetensors import Tensors
@@ -85,9 +86,12 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
     return config
 
 
-def _lora(rank: int, model: DecoderConfig) -> Lora:
-    """Adapters of all kernels that can have one."""
-    return Lora(rank) if model.experts is None else Lora(rank, names=ATTENTION)
+def _lora(lora: int | str, model: DecoderConfig) -> Lora | None:
+    """Adapters of all kernels that can have one, or those of a folder."""
+    if isinstance(lora, int):
+        return Lora(lora) if model.experts is None else Lora(lora, names=ATTENTION)
+    with reading(lora):
+        return peft.read(Path(lora), model)[0].lora
 
 
 def _model(options: Options, vocab_size: int | None) -> DecoderConfig:

@@ -54,6 +54,13 @@ def path(word: str) -> Path:
     return Path(path_word(word))
 
 
+def _rank_or_folder(word: str) -> int | str:
+    try:
+        return int(word)
+    except ValueError:
+        return path_word(word)
+
+
 def _option(default: Any, text: str, **argument: Any) -> Any:
     """A field of `Options`, with what argparse is told about it."""
     if default not in (None, False):
@@ -114,18 +121,18 @@ class Origin(_Group):
         type=path_word,
         metavar="DIR",
     )
-    lora: int | None = _option(
+    lora: int | str | None = _option(
         None,
         "with --from: train adapters of this rank beside the kernels, which stay as they are, and with a recipe in FP8 "
-        "alone",
-        type=int,
-        metavar="RANK",
+        "alone; or begin with the adapters of PEFT in a folder",
+        type=_rank_or_folder,
+        metavar="RANK_OR_DIR",
     )
-
-    counts = ("lora",)
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.lora, int) and self.lora < 1:
+            raise UserError(f"--lora is {self.lora}: it must be at least 1, or the folder of adapters of PEFT")
         if self.from_ is not None and self.preset != "tiny":
             raise UserError(f"--from has a model, and --preset {self.preset} names another: leave one of them out")
         if self.lora is not None and self.from_ is None:

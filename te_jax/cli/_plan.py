@@ -61,11 +61,11 @@ class Plan:
 
     def recorded_options(self) -> dict[str, Any]:
         """Options as a resumed run finds them. `warmup_steps` is left open where it was: a longer run takes more."""
-        tokenizer, from_ = self.options.data.tokenizer, self.options.model.from_
+        data, model = self.options.data, self.options.model
+        paths = {"tokenizer": data.tokenizer, "from_": model.from_, "lora": model.lora}
         return self.options.values() | {
             "text": self.text,
-            "tokenizer": None if tokenizer is None else str(Path(tokenizer).resolve()),
-            "from_": None if from_ is None else str(Path(from_).resolve()),
+            **{name: str(Path(path).resolve()) for name, path in paths.items() if isinstance(path, str)},
             "devices": len(self.placement.devices),
             "replicas": self.placement.replicas,
             "fsdp": self.placement.fsdp,

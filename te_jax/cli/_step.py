@@ -63,7 +63,7 @@ class Learner(NamedTuple):
       evaluate: (state, windows [batches, batch, seq_len + 1]) → mean losses.
       stored: state → what a checkpoint holds of it, without copies. Shapes in place of arrays are fine.
       resumed: (what a checkpoint holds, with adapters the model that they belong to, else None) → state.
-      begin: parameters of a model → TrainState.
+      begin: (parameters of a model, and adapters if they are not drawn) → TrainState.
       params: `jax.ShapeDtypeStruct` of the parameters that `begin` takes, with shardings.
       step_with_statistics: as step, with the statistics of `te_jax.debug.with_statistics` as a third result; None
         without --statistics. Layers that quantize a gated activation in one kernel do so in two, so that losses may
@@ -75,7 +75,7 @@ class Learner(NamedTuple):
     evaluate: Callable[[TrainState, Tokens], Losses]
     stored: Callable[[TrainState], TrainState]
     resumed: Callable[[TrainState, Any], TrainState]
-    begin: Callable[[Any], TrainState]
+    begin: Callable[..., TrainState]
     params: Any
     step_with_statistics: Callable[[TrainState, Tokens], tuple[TrainState, Losses, Any]] | None = None
 
@@ -217,12 +217,13 @@ def build_learner(plan: Plan, model: Model) -> Learner:
         frozen = optim.merge_kernels(params, kernels_of(params))
         return jax.tree.map(chosen, frozen, given, is_leaf=is_kept)
 
-    def begin(params: Any) -> TrainState:
+    def begin(params: Any, adapters: Any = None) -> TrainState:
         scaling = decoder.init_scaling_state(config)
         if config.lora is None:
             params, optimizer_state = _rounded(params, optimizer, model.parameters)
             return TrainState(params, optimizer_state, scaling, kernels_of(params))
-        adapters, _ = split_adapters(decoder.init(config, jax.random.key(plan.options.training.seed)))
+        if adapters is None:
+            adapters, _ = split_adapters(decoder.init(config, jax.random.key(plan.options.training.seed)))
         kernels = jax.tree.map(lambda _: None, adapters)
         return TrainState(adapters, optimizer.init(adapters), scaling, kernels, frozen_of(params))
 

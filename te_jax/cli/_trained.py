@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from te_jax import native, optim
 from te_jax.cli import _config, _placement, _run_folder, _text
 from te_jax.cli.errors import UserError
-from te_jax.models import DecoderConfig, decoder, from_hf, join_adapters, merge_adapters, split_adapters
+from te_jax.models import (
+    DecoderConfig,
+    config_from_hf,
+    decoder,
+    from_hf,
+    from_peft,
+    join_adapters,
+    merge_adapters,
+    split_adapters,
+)
 from te_jax.ops.implementations import fp8_implementation, unsupported
 from te_jax.recipe import BlockScaling
 
@@ -38,15 +47,16 @@ class Trained(NamedTuple):
     seq_len: int | None = None
 
 
-def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
+def of_run(path: Path | None, dtype: jax.typing.DTypeLike, *, adapters_alone: bool = False) -> Trained:
     """The model of a run at its last checkpoint, on one device.
 
     Args:
       path: the folder; None for the latest of runs/train-….
       dtype: of the parameters.
+      adapters_alone: params are the adapters, which otherwise are merged.
 
     Raises:
-      UserError: there is no run, or no checkpoint of it.
+      UserError: there is no run, or no checkpoint of it, or it has no adapters where they are asked for.
     """
     path = _run_folder.newest_path("--run") if path is None else path
     header = _run_folder.read_header(path, "--run")
@@ -59,20 +69,23 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike) -> Trained:
     folder = options.get("from_")
     folder = Path(folder) if folder is not None and Path(folder).is_dir() else None
     if config.lora is None:
+        if adapters_alone:
+            raise UserError(f"--adapters: the run in {path} trained all parameters; leave --adapters out")
         step, params = _params_of(path, like, options)
     elif folder is None:
         raise UserError(f"{path} has adapters of {options.get('from_')}, which is not there: bring the folder back")
     else:
         base = header["model"].get("base_sha256")
-        frozen = of_folder(folder, dtype)
-        other_shape = frozen.config.architecture != dataclasses.replace(config, lora=None).architecture
+        with _config.reading(folder):
+            other_shape = config_from_hf(folder).architecture != dataclasses.replace(config, lora=None).architecture
         if other_shape or (base is not None and base != _config.sha256_of(folder)):
             raise UserError(
                 f"{folder} holds another model than that beside which the run in {path} trained its adapters: put the "
                 "files back that were there"
             )
-        step, adapters = _params_of(path, split_adapters(like)[0], options)
-        config, params = merge_adapters(config, join_adapters(adapters, frozen.params))
+        step, params = _params_of(path, split_adapters(like)[0], options)
+        if not adapters_alone:
+            config, params = merge_adapters(config, join_adapters(params, of_folder(folder, dtype).params))
     seq_len = options.get("seq_len") if options.get("from_") is None else None
     return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}", seq_len)
 
@@ -94,25 +107,30 @@ def _params_of(path: Path, like: Any, options: dict[str, Any]) -> tuple[int, Any
     return step, jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), exact, like)
 
 
-def of_folder(path: Path, dtype: jax.typing.DTypeLike, *, keep_fp8: bool = False) -> Trained:
+def of_folder(path: Path, dtype: jax.typing.DTypeLike, *, keep_fp8: bool = False, lora: Path | None = None) -> Trained:
     """A model of Hugging Face, on one device.
 
     Args:
       path: the folder.
       dtype: of the parameters.
       keep_fp8: leave kernels in FP8 that are so, where their products run here; the config then has their recipe.
+      lora: a folder of PEFT's adapters, which are merged; kernels are then in no FP8.
 
     Raises:
-      UserError: the folder holds none that te_jax reads, or has no tokenizer.
+      UserError: the folder holds none that te_jax reads, or has no tokenizer; or adapters are not those of the model.
     """
     tokenizer = _config.tokenizer_of(str(path))
     recipe = None
-    if keep_fp8 and _config.has_block_fp8(path):
+    if keep_fp8 and lora is None and _config.has_block_fp8(path):
         with contextlib.suppress(native.NativeUnavailableError):
             fp8_implementation(None, "block_1x128", unsupported("block_1x128"), by_xla=False)
             recipe = BlockScaling()
     with _config.reading(path):
         config, params = from_hf(path, param_dtype=dtype, keep_fp8=recipe is not None, recipe=recipe)
+    if lora is not None:
+        with _config.reading(lora):
+            config, adapters = from_peft(lora, config)
+        config, params = merge_adapters(config, join_adapters(adapters, params))
     return Trained(config, params, tokenizer, path, str(path))
 
 

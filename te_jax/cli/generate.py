@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of a model of Hugging Face: config.json, safetensors and tokenizer.json",
     )
+    parser.add_argument(
+        "--lora", type=_options.path, metavar="DIR", help="with --from: folder of PEFT's adapters, added to the model"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="tokens to add at most (100)")
     parser.add_argument(
         "--temperature",
@@ -109,11 +112,14 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     if (args.prompt is None) == (args.prompts is None):
         raise UserError("give a text to continue, or --prompts FILE, and not both")
+    if args.lora is not None and args.from_ is None:
+        raise UserError(f"--lora {args.lora} has adapters of a model of Hugging Face: add --from DIR")
     records = [{"prompt": _text_to_continue(args.prompt)}] if args.prompts is None else _records_of(args.prompts)
     dtype = _trained.dtype_of(args.dtype)
-    trained = (
-        _trained.of_run(args.run, dtype) if args.from_ is None else _trained.of_folder(args.from_, dtype, keep_fp8=True)
-    )
+    if args.from_ is None:
+        trained = _trained.of_run(args.run, dtype)
+    else:
+        trained = _trained.of_folder(args.from_, dtype, keep_fp8=True, lora=args.lora)
     tokenizer = _trained.tokenizer_of(trained)
     prompts = [
         list(record["prompt"].encode()) if tokenizer is None else tokenizer.prompt(record["prompt"])

@@ -44,7 +44,7 @@ from te_jax.cli._state import TrainState
 from te_jax.cli._step import Learner
 from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError, is_out_of_memory, note
-from te_jax.models import Losses, from_hf
+from te_jax.models import Losses, from_hf, peft
 from te_jax.models.config import kernel_facts
 from te_jax.recipe import Recipe
 
@@ -312,9 +312,14 @@ def _train(
 
 def _first_state(learner: Learner, plan: Plan) -> TrainState:
     """The state before the first step: of random parameters, or of the model that --from names."""
-    if plan.options.model.from_ is None:
+    origin = plan.options.model
+    if origin.from_ is None:
         return learner.init(jax.random.key(plan.options.training.seed))
-    return learner.begin(_model(learner, plan))
+    if not isinstance(origin.lora, str):
+        return learner.begin(_model(learner, plan))
+    with _config.reading(origin.lora):
+        adapters = peft.read(Path(origin.lora), plan.config)[1]
+    return learner.begin(_model(learner, plan), adapters)
 
 
 def _model(learner: Learner, plan: Plan) -> Any:

@@ -17,6 +17,7 @@ from te_jax.models.decoder import (
 from te_jax.models.generation import generate
 from te_jax.models.huggingface import config_from_hf, from_hf, to_hf
 from te_jax.models.parallel import TensorParallel, param_specs
+from te_jax.models.peft import from_peft, to_peft
 from te_jax.models.safetensors import FolderError
 from te_jax.models.sharded import parallel_apply, parallel_loss, parallel_losses
 
@@ -33,6 +34,7 @@ __all__ = [
     "apply_head",
     "config_from_hf",
     "from_hf",
+    "from_peft",
     "generate",
     "init",
     "init_scaling_state",
@@ -48,4 +50,5 @@ __all__ = [
     "requantize",
     "split_adapters",
     "to_hf",
+    "to_peft",
 ]

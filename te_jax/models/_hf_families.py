@@ -420,15 +420,19 @@ def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
         for name in (*config.kernel_shapes, *config.other_shapes):
             if config.experts is not None and name.removesuffix("_bias") in (*MLP, "router"):
                 continue
-            place, suffix = _PLACES[name.removesuffix("_bias")], "bias" if name.endswith("_bias") else "weight"
+            place, suffix = module(layer, name.removesuffix("_bias")), ".bias" if name.endswith("_bias") else ".weight"
             form = "transposed" if name in config.kernel_shapes else "plain"
-            suffix = place if name == "sinks" else f"{place}.{suffix}"
-            yield Tensor(prefix + suffix, (("layers", layer, name),), form)
+            yield Tensor(place if name == "sinks" else place + suffix, (("layers", layer, name),), form)
         if config.experts is not None:
             yield from family.experts(prefix, layer, config.experts)
     yield Tensor("model.norm.weight", (("final_norm",),), "plain")
     if not config.tied_head:
         yield Tensor("lm_head.weight", (("head",),), "transposed")
+
+
+def module(layer: int, name: str) -> str:
+    """The module of transformers that holds a parameter of a block, of no expert."""
+    return f"model.layers.{layer}.{_PLACES[name]}"
 
 
 _PLACES = {

@@ -40,7 +40,7 @@ __all__ = ["config_from_hf", "from_hf", "to_hf"]
 _CONFIG = "config.json"
 _MOST_CONFIG_BYTES = 10_000_000
 _TOKENIZER = "tokenizer.json"
-_FLOATS = ("float32", "bfloat16", "float16")
+FLOATS = ("float32", "bfloat16", "float16")
 _SCALES = "_scale_inv"
 _BLOCKS: Scaling = "block_128x128"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -193,8 +193,7 @@ def to_hf(
             raise FolderError(f"{folder} already holds a model: choose another folder, or remove the model")
     if config.lora is not None:
         raise ValueError("config has lora, and adapters are no part of such a model: call merge_adapters before")
-    if dtype is not None and jnp.dtype(dtype).name not in _FLOATS:
-        raise ValueError(f"dtype is {jnp.dtype(dtype)}: choose one of {', '.join(_FLOATS)}")
+    check_dtype(dtype)
     if unknown := (fields or {}).keys() - families.UNUSED:
         raise ValueError(f"fields has {quoted(*unknown)}: give what says nothing of parameters, such as eos_token_id")
     if like is None:
@@ -209,7 +208,7 @@ def to_hf(
         if config.tied_head != families.read(described, like, None)[1].tied_head:
             described["tie_word_embeddings"] = config.tied_head
     expected = {tensor.name: tensor for tensor in families.tensors(family, config)}
-    arrays = _arrays(params, expected.values(), config)
+    arrays = arrays_of(params, expected.values(), config)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in expected.items():
         param = arrays[tensor.paths[0]]
@@ -247,6 +246,12 @@ def to_hf(
     write(folder, shapes, values, files=files)
 
 
+def check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
+    """Raises a ValueError unless tensors of a model have such a dtype, or None is given."""
+    if dtype is not None and jnp.dtype(dtype).name not in FLOATS:
+        raise ValueError(f"dtype is {jnp.dtype(dtype)}: choose one of {', '.join(FLOATS)}")
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _as_in_file(params: tuple[jax.Array, ...], form: str, dtype: np.dtype) -> jax.Array:
     # Copies: of an array that JAX forwards, NumPy's view would stay beside it on the host.
@@ -257,7 +262,7 @@ def _as_in_file(params: tuple[jax.Array, ...], form: str, dtype: np.dtype) -> ja
     return arrays[0].T if form == "transposed" else arrays[0]
 
 
-def _arrays(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig) -> dict[tuple[Any, ...], Any]:
+def arrays_of(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig) -> dict[tuple[Any, ...], Any]:
     """The parameters that tensors hold, by their paths.
 
     Raises:
@@ -305,7 +310,7 @@ def _has_other_head(folder: Path) -> bool:
     if not {_EMBEDDING, _HEAD} <= tensors.types.keys():
         return False
     types = [tensors.types[name] for name in (_EMBEDDING, _HEAD)]
-    if types[0].shape != types[1].shape or not {of.dtype.name for of in types} <= {*_FLOATS}:
+    if types[0].shape != types[1].shape or not {of.dtype.name for of in types} <= {*FLOATS}:
         return True
     embedding, head = (np.atleast_1d(tensors.read(name)) for name in (_EMBEDDING, _HEAD))
     pieces = (slice(first, first + 1024) for first in range(0, len(head), 1024))
@@ -356,9 +361,9 @@ def _check(
             raise FolderError(
                 f"{folder}: {tensor.name} has shape {shown(found.shape)}, and config.json asks for {shown(shape)}"
             )
-        if found.dtype not in _FLOATS:
+        if found.dtype not in FLOATS:
             raise FolderError(
-                f"{folder}: {tensor.name} has dtype {found.dtype}, and te_jax.models reads {', '.join(_FLOATS)}, and "
+                f"{folder}: {tensor.name} has dtype {found.dtype}, and te_jax.models reads {', '.join(FLOATS)}, and "
                 f"{E4M3} of linear layers beside {shown(tensor.name + _SCALES)}"
             )
 

@@ -155,6 +155,7 @@ def write(
     read: Callable[[str], np.ndarray],
     *,
     files: Sequence[tuple[str, bytes]] = (),
+    single: str = _SINGLE,
     largest_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes the tensors of a model, one at a time: `write(folder, tensors.types, tensors.read)` copies all.
@@ -167,6 +168,7 @@ def write(
       types: shape and dtype of each tensor, by name.
       read: gives the tensor of a name. Not called for the next one before this one is written and released.
       files: names and contents of other files, which are written after the tensors, in this order.
+      single: name of the file, where it is one.
       largest_file_bytes: if all tensors together have more bytes, they are split into several files in the order of
         `types`. A larger tensor gets a file of its own.
 
@@ -181,11 +183,11 @@ def write(
             raise ValueError("a tensor is named __metadata__, which safetensors reserve: rename it")
     with explaining_os_errors(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-        if any((folder / name).exists() for name in (_SINGLE, _INDEX)):
+        if any((folder / name).exists() for name in (single, _INDEX)):
             raise FolderError(f"{folder} already holds a model: choose another folder, or remove the model")
     groups = _split(types, largest_file_bytes)
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    named = dict(zip(names if len(groups) > 1 else [_SINGLE], groups, strict=True))
+    named = dict(zip(names if len(groups) > 1 else [single], groups, strict=True))
     if len(groups) > 1:
         total_size = sum(map(_num_bytes, types.values()))
         places = {tensor: name for name, group in named.items() for tensor in group}
@@ -328,8 +330,8 @@ def no_model(folder: Path, problem: str) -> FolderError:
     """The error of a folder that holds no model, which says what it holds instead."""
     if any((folder / name).is_file() for name in ("adapter_config.json", "adapter_model.safetensors")):
         return FolderError(
-            f"{folder} holds adapters of PEFT and no model: put them on their base model with PEFT, and "
-            "save_pretrained what merge_and_unload() returns"
+            f"{folder} holds adapters of PEFT and no model: give the folder of their base model, and this one to "
+            "te_jax.models.from_peft, or as --lora of te-jax train and generate"
         )
     if any(folder.glob("pytorch_model*.bin")):
         return FolderError(

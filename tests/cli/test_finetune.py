@@ -1,5 +1,6 @@
 """`te-jax train --from`, `generate` and `export`: from one folder of Hugging Face to another."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -138,6 +139,30 @@ def test_adapters_leave_the_model_as_it_is(folder, adapters, tmp_path):
 
 
 @pytest.mark.slow
+def test_adapters_go_to_peft_and_back(folder, adapters, all_parameters, tmp_path, capsys):
+    peft, run = tmp_path / "peft", str(adapters)
+    assert main(["export", str(peft), "--run", run, "--adapters"]) == 0
+    shape = dataclasses.replace(models.config_from_hf(folder), lora=models.Lora(2))
+    assert f"{shape.num_parameters - models.config_from_hf(folder).num_parameters:,} parameters in float32" in (
+        capsys.readouterr().out
+    )
+    assert generated(capsys, "--from", str(folder), "--lora", str(peft)) == generated(capsys, "--run", run)
+    on = trained(folder, tmp_path / "on", "--lora", str(peft))
+    assert losses(on)[0] == losses(adapters)[-1]
+    assert read_header(on)["options"]["lora"] == str(peft)
+    out = without_last_checkpoint(on, tmp_path / "killed")
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    assert records(out) == records(on)
+    unmoved = trained(folder, tmp_path / "unmoved", "--lora", str(peft), "--learning-rate", "1e-30")
+    assert main(["export", str(tmp_path / "again"), "--run", str(unmoved), "--adapters"]) == 0
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (peft / name).read_bytes()
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "none"), "--run", str(all_parameters), "--adapters"]) == 2
+    assert f"--adapters: the run in {all_parameters} trained all parameters" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_run_of_adapters_that_was_stopped_ends_with_the_same_bits(adapters, tmp_path):
     out = without_last_checkpoint(adapters, tmp_path / "killed")
     assert main(["train", "--resume", "--out", str(out)]) == 0
@@ -201,7 +226,10 @@ def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
     [
         (["train", "--from", "FOLDER", "--preset", "small"], "--from has a model, and --preset small names another"),
         (["train", "--lora", "4"], "--lora 4 trains adapters of a model that was trained before: add --from DIR"),
-        (["train", "--from", "FOLDER", "--lora", "0"], "--lora is 0: it must be at least 1"),
+        (["train", "--from", "FOLDER", "--lora", "0"], "--lora is 0: it must be at least 1, or the folder"),
+        (["train", "--from", "FOLDER", "--lora", "nowhere"], "nowhere/adapter_config.json cannot be read: No such"),
+        (["generate", "x", "--from", "FOLDER", "--lora", "nowhere"], "nowhere/adapter_config.json cannot be read: No"),
+        (["generate", "x", "--lora", "nowhere"], "--lora nowhere has adapters of a model of Hugging Face: add --from"),
         (["train", "--from", "FOLDER", "--lora", "2", "--tp", "2"], "--lora 2 does not go with --tp 2, since adapters"),
         (["train", "--from", "FOLDER", "--tp", "3"], "--tp 3 does not fit --from FOLDER: num_heads is 4"),
         (["train", "--from", "org/name"], "org/name is no folder here: if it is a model of the hub, fetch it with `hf"),

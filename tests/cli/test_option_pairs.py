@@ -18,7 +18,8 @@ from te_jax.cli import _options, _plan, _step
 from te_jax.cli._text import Tokens
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
-from te_jax.models import PRESETS, init, to_hf
+from te_jax.models import PRESETS, Lora, init, split_adapters, to_hf, to_peft
+from te_jax.models.config import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own", "_eight_cpus")
 
@@ -48,7 +49,7 @@ OPTIONS = {
     "statistics": ("", "--statistics 1"),
     "microbatches": ("", "--microbatches 2"),
     "pack": ("", "--pack"),
-    "lora": ("", "--lora 4"),
+    "lora": ("", "--lora 4", "--lora peft"),
     "transport": ("", "--transport xla", "--transport ring", "--transport p2p"),
     "implementation": ("", "--implementation native", "--implementation xla", "--implementation reference"),
     "dtype": ("--dtype auto", "--dtype float32"),  # auto is bfloat16 here
@@ -56,14 +57,15 @@ OPTIONS = {
     "clip": ("", "--clip-norm 0"),
 }
 _TRANSPORTS = OPTIONS["transport"][1:]
+_LORA = OPTIONS["lora"][1:]
 _WITH_EXPERTS = ("--from experts", "--preset moe")
 _WITHOUT = {"recipe": ("--recipe none",), "head": ("--head-recipe none",)}
 _XLA = ("--implementation xla",)
 
 REFUSED = [
     ({"remat": ("--remat attention",), "deterministic": ("--deterministic",)}, "leave the word attention out"),
-    ({"model": ("--preset tiny", "--preset moe"), "lora": ("--lora 4",)}, "add --from DIR"),
-    ({"mesh": TENSOR, "lora": ("--lora 4",)}, "choose --fsdp in the place of --tp"),
+    ({"model": ("--preset tiny", "--preset moe"), "lora": _LORA}, "add --from DIR"),
+    ({"mesh": TENSOR, "lora": _LORA}, "choose --fsdp in the place of --tp"),
     ({"mesh": TENSOR, "recipe": ("--recipe mxfp8",)}, "choose current, rowwise or block, or --fsdp in the place"),
     ({"model": _WITH_EXPERTS, "recipe": ("--recipe delayed",)}, "choose block, current, rowwise or none"),
     ({"head": ("--head-recipe none",), "logits": ("--fp8-logits",)}, "add --head-recipe"),
@@ -90,7 +92,7 @@ REFUSED = [
 """Values that do not go together, and words of the sentence that says so."""
 
 _IMPLIED = [
-    {"lora": ("--lora 4",), "transport": _TRANSPORTS},
+    {"lora": _LORA, "transport": _TRANSPORTS},
     {"recipe": ("--recipe mxfp8",), "transport": _TRANSPORTS},
 ]
 
@@ -109,6 +111,8 @@ def _models(tmp_path_factory):
             params = jax.tree.map(lambda x: (0.05 * rng.standard_normal(x.shape)).astype(np.float32), shapes)
             to_hf(root / name, CONFIGS[name], params, dtype="bfloat16")
             patch.setitem(PRESETS, preset, CONFIGS[name])
+        adapted = dataclasses.replace(DENSE, lora=Lora(4, names=ATTENTION))
+        to_peft(root / "peft", adapted, jax.jit(lambda: split_adapters(init(adapted, jax.random.key(0)))[0])())
         patch.chdir(root)
         yield
 
@@ -153,7 +157,8 @@ def begun(plan, model):
     learner = _step.build_learner(plan, model)
     state = learner.abstract_state()
     if plan.options.model.lora is not None:
-        begun = jax.eval_shape(learner.begin, learner.params)
+        own = [state.params] if isinstance(plan.options.model.lora, str) else []
+        begun = jax.eval_shape(learner.begin, learner.params, *own)
         restored = jax.eval_shape(learner.resumed, learner.stored(state), learner.params)
         assert _types(begun) == _types(restored) == _types(state)
     return learner, state

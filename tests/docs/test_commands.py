@@ -50,6 +50,7 @@ def check_te_jax(words, folder):
         if args.from_ is not None:
             (folder / "config.json").write_text(json.dumps(_HF_CONFIG))
             args.from_ = str(folder)
+            args.lora = 8 if isinstance(args.lora, str) else args.lora
         _config.build_config(_options.resolve(args, None))
     if words[0] == "bench" and args.family is not None:
         assert bench._family(args.family) is not None

@@ -681,7 +681,7 @@ def test_folders_without_a_config(tmp_path, monkeypatch):
     os.mkfifo("pipe/config.json")  # which would be waited for
     for folder, words in {
         "empty": "empty holds no model, it has no config.json: give a folder that",
-        "peft": "holds adapters of PEFT and no model: .* what merge_and_unload",
+        "peft": "holds adapters of PEFT and no model: give the folder of their base model, and this one to",
         "pickle": "holds pickles",
         "pipe": "config.json is no regular file",
         "list": "the JSON in list/config.json is invalid: it is no object",
