@@ -6,8 +6,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -60,11 +61,10 @@ def convert(
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
-    "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; sizes that are no
-    multiples of 16; dtypes that FP8 layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules
-    with a recipe argument; layers with a `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`,
-    `preferred_element_type` or `batch_dims` of their own; and layers in models that qwix made, such as those with LoRA,
-    or in a `nn.intercept_methods` of the model.
+    "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; dtypes that FP8 layers do
+    not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; layers with a
+    `__call__`, `dot_general`, `dot_general_cls`, `promote_dtype`, `preferred_element_type` or `batch_dims` of their
+    own; and layers in models that qwix made, such as those with LoRA, or in a `nn.intercept_methods` of the model.
 
     Args:
       module: a Linen module that is not bound. It is not changed. If it was converted before, this recipe and these
@@ -320,6 +320,7 @@ class _Conversion:
                 reason=reason,
                 experts=experts,
                 share=share,
+                sizes=() if shape is None else _sizes(module, shape),
             )
             self.log.layers[key], self.log.of_shape[key] = row(shape=shape), row
 
@@ -486,14 +487,23 @@ def _own_behaviour(module: Any) -> str | None:
 
 
 def _obstacle(module: Any, inputs: Any = None, einsum_str: str | None = None) -> str | None:
-    """Why FP8 cannot take a layer for these inputs, if so. For `DenseGeneral.held` these are the contracted sizes."""
+    """Why FP8 cannot take a layer, if so."""
+    del inputs
     if obstacle := conversion.obstacle_in_dtype(module.dtype, module.param_dtype):
         return obstacle
     if isinstance(module, nn.Einsum | modules.Einsum):
         return conversion.obstacle_in_einsum(einsum_str or module.einsum_str, linear.as_tuple(module.shape))
-    if not isinstance(module, modules.DenseGeneral):
-        inputs = tuple(jnp.shape(inputs)[i] for i in _axis(module, inputs))
-    return conversion.obstacle_in_sizes(inputs, linear.as_tuple(module.features))
+    return None
+
+
+def _sizes(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...]:
+    """Features in and out of a kernel of this shape, where they are known."""
+    if isinstance(module, nn.Einsum | modules.Einsum):
+        return conversion.sizes_of_einsum(module.einsum_str, shape)
+    if not isinstance(module, nn.Dense | nn.DenseGeneral | modules.DenseGeneral):
+        return ()
+    out = math.prod(linear.as_tuple(module.features))
+    return math.prod(shape) // out, out
 
 
 def _has_experts(module: Any, inputs: Any = None, einsum_str: str | None = None) -> bool:

@@ -46,8 +46,8 @@ class MaxTextQuantization:
         quantizations.configure_quantization = lambda *_, **__: MaxTextQuantization(BlockScaling())
 
     Parameters have the names and shapes of the unquantized model, so checkpoints load in both directions. Embeddings,
-    output heads, routers and KV caches stay in the dtype of their operands, and so do kernels whose sizes are no
-    multiples of 16. `report` lists the kernels for which MaxText asks the quantization.
+    output heads, routers and KV caches stay in the dtype of their operands. `report` lists the kernels for which
+    MaxText asks the quantization.
 
     Experts are quantized with sparse_matmul=False. With sparse_matmul=True and megablox=False, MaxText 0.2.5 calls
     `jax.lax.ragged_dot` without asking the quantization; 0.2.4 fails with any but that of AQT. Put such experts in FP8
@@ -145,12 +145,7 @@ class DotGeneral(linear.DotGeneral):
         **kwargs: Any,
     ) -> Array:
         """The product, as `te_jax.flax.DotGeneral` returns it."""
-        (_, contracted), _ = dimension_numbers
-        features = [size for axis, size in enumerate(rhs.shape) if axis not in contracted]
-        if _is_router(self.kernel_axes):
-            obstacle = "a router by its axes"
-        else:
-            obstacle = conversion.obstacle_in_sizes([rhs.shape[axis] for axis in contracted], features)
+        obstacle = "a router by its axes" if _is_router(self.kernel_axes) else None
         recipe = self.recipe if obstacle is None else None
         if self.log is not None:
             self.log.note(self.kernel_axes, rhs, recipe, obstacle)

@@ -47,8 +47,8 @@ class KernelsLayer:
 
     Attributes:
       kernels: the attributes (NNX) or parameters (Linen) that are kernels, or attributes that have their names; in
-        Linen "experts/w" is the parameter w of the submodule experts. Their features in and out must be multiples of
-        16.
+        Linen "experts/w" is the parameter w of the submodule experts. Those of experts, and of other products of
+        `jax.lax.ragged_dot`, must have features in and out in multiples of 16.
       experts: how many experts a token meets, and how many there are, as numbers or as the attributes that have them;
         None where there are none, or if the report shall count kernels whole.
     """
@@ -111,6 +111,7 @@ class Layer:
       flops: of its products for one token in the forward pass, in all places: twice the values of the kernel that a
         token meets. 0 for an embedding, which is looked up, and where they are not known.
       all_experts: whether flops counts a kernel with several matrices whole, though a token may meet some of them only.
+      padding: FLOPs that FP8 adds to these, as its products pad features to multiples of 16.
     """
 
     path: str
@@ -120,6 +121,7 @@ class Layer:
     other_paths: tuple[str, ...] = ()
     flops: int = 0
     all_experts: bool = False
+    padding: int = 0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -176,6 +178,12 @@ class Report:
             return [f"{count} in FP8"]
         share = 100 * sum(layer.flops for layer in self.converted) / flops
         lines = [f"{count}, {math.floor(share)}% of the FLOPs of a token, in FP8"]
+        if padded := [layer for layer in self.converted if layer.padding]:
+            more = 100 * sum(layer.padding for layer in padded) / sum(layer.flops for layer in self.converted)
+            lines.append(
+                f"features that are no multiples of {FP8_ALIGNMENT} are padded in {len(padded)} of these, with "
+                f"{math.ceil(more)}% more FLOPs in FP8"
+            )
         if whole := sum(layer.all_experts for layer in kernels):
             lines.append(f"kernels counted with all experts, as it is not known how many a token meets: {whole}")
         if tables and not any(_is_head(path) for layer in kernels for path in (layer.path, *layer.other_paths)):
@@ -260,27 +268,33 @@ def layer_of_kernel(
     *,
     experts: bool = False,
     share: Fraction | None = None,
+    sizes: Sequence[int] = (),
 ) -> Layer:
     """The row of a kernel.
 
     Args:
       shape: of the kernel, if it has one.
+      sizes: its features in and out, if they are known; those of a matrix are.
       experts: whether it may have a matrix for each expert.
       share: of these that a token meets; None if that is not known.
     """
     kind = module_class.__name__ if shape is None else f"{module_class.__name__} {tuple(shape)}"
     values = 0 if shape is None or reason == EMBEDDING else math.prod(shape)
     flops = int(2 * values * (share or 1)) * (1 + len(other_paths))
-    return Layer(path, kind, recipe, reason, other_paths, flops, experts and share is None and values > 0)
+    sizes = shape if shape is not None and len(shape) == 2 else sizes
+    padded = math.prod(-(-size // FP8_ALIGNMENT) * FP8_ALIGNMENT for size in sizes)
+    padding = 0 if recipe is None or not values else flops * padded // math.prod(sizes) - flops
+    return Layer(path, kind, recipe, reason, other_paths, flops, experts and share is None and values > 0, padding)
 
 
 def obstacle_in_kernel(
     how: KernelsLayer, shape: Sequence[int], dtype: jax.typing.DTypeLike, recipe: Recipe | None
 ) -> str | None:
     """Why FP8 cannot take a kernel of a `KernelsLayer`, if so. Some sizes are known in the call alone."""
-    features = shape[-2:] if len(shape) == 2 or how.experts is not None else ()
-    if len(shape) < 2 or any(size % FP8_ALIGNMENT for size in features) or math.prod(shape) % FP8_ALIGNMENT**2:
-        return f"its shape is {tuple(shape)}: FP8 products need features in and out in multiples of {FP8_ALIGNMENT}"
+    if len(shape) < 2:
+        return f"its shape is {tuple(shape)}: FP8 products need features in and out"
+    if how.experts is not None and (obstacle := obstacle_in_groups(*shape[-2:])):
+        return obstacle
     if isinstance(recipe, DelayedScaling) and how.experts is not None:
         return "DelayedScaling has no place for the state of experts: use a recipe without state"
     return obstacle_in_dtype(dtype)
@@ -309,22 +323,30 @@ def decide(
     return (None, reason) if reason else (recipe, "")
 
 
-def obstacle_in_sizes(rows: Sequence[int], cols: Sequence[int]) -> str | None:
-    """Why FP8 cannot multiply by a kernel [*rows, *cols], if so."""
-    features_in, features_out = math.prod(rows), math.prod(cols)
+def obstacle_in_groups(features_in: int, features_out: int) -> str | None:
+    """Why FP8 cannot multiply groups of rows by a kernel for each, if so."""
     if features_in % FP8_ALIGNMENT or features_out % FP8_ALIGNMENT:
-        return f"{features_in} features in, {features_out} out: FP8 products need multiples of {FP8_ALIGNMENT}"
+        return (
+            f"{features_in} features in, {features_out} out: FP8 products of experts need multiples of {FP8_ALIGNMENT}"
+        )
     return None
 
 
 def obstacle_in_einsum(einsum_str: str | None, kernel_shape: Sequence[int], argument: str = "einsum_str") -> str | None:
     """Why FP8 cannot compute an einsum with such a kernel, if so."""
+    if sizes_of_einsum(einsum_str, kernel_shape):
+        return None
+    return f"{argument} {einsum_str!r} is no product of inputs and a kernel as te_jax's Einsum computes them"
+
+
+def sizes_of_einsum(einsum_str: str | None, kernel_shape: Sequence[int]) -> tuple[int, ...]:
+    """Features in and out of an einsum with such a kernel; empty where it is no product."""
     try:
         names = linear.Einsum.parse(einsum_str, tuple(kernel_shape))
     except ValueError:
-        return f"{argument} {einsum_str!r} is no product of inputs and a kernel as te_jax's Einsum computes them"
+        return ()
     size = dict(zip(names.kernel, kernel_shape, strict=True))
-    return obstacle_in_sizes([size[name] for name in names.contracted], [size[name] for name in names.features])
+    return tuple(math.prod(size[name] for name in group) for group in (names.contracted, names.features))
 
 
 def has_experts(einsum_str: str | None, kernel_shape: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ from te_jax import ops
 from te_jax._core import jaxprs
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, PyTree
 from te_jax.layers import linear
-from te_jax.layers.convert import obstacle_in_einsum, obstacle_in_sizes
+from te_jax.layers.convert import obstacle_in_einsum, obstacle_in_groups
 from te_jax.recipe import DelayedScalingState
 
 
@@ -203,7 +203,7 @@ class _Run:
         (group,), inner = axes[3], rhs_axes[0]
         outer = 3 - group - inner
         sizes = kernel.value.shape[inner], kernel.value.shape[outer]
-        if obstacle := obstacle_in_sizes(*((size,) for size in sizes)):
+        if obstacle := obstacle_in_groups(*sizes):
             raise self.refusal(kernel.names, f"is in a product that FP8 cannot take ({obstacle})")
         options, state = self._options(kernel)
         if state is not None:

@@ -129,8 +129,8 @@ class DecoderConfig:
       offload: which residuals of a block wait for the backward pass in host memory; see `te_jax.offload.Offload`. With
         `remat` its input is the only one. Otherwise "layer_input", "te_attention_operand" and "te_attention_output"
         are those that take the longest to recompute for their bytes.
-      recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`), whose sizes must then be
-        multiples of 16; None computes them in `dtype`. Kernels are quantized from float32.
+      recipe: how the projections of attention and MLP are quantized to FP8 (`te_jax.recipe`); those of experts must
+        then have sizes that are multiples of 16. None computes them in `dtype`. Kernels are quantized from float32.
       head_recipe: how the products of the output head in `te_jax.models.loss` are quantized; None computes them in
         `dtype`. Logits of `te_jax.models.apply` are always in `dtype`.
       head_fp8_products: which of "forward", "dgrad" and "wgrad" these are: see `te_jax.ops.linear_cross_entropy`.

@@ -293,7 +293,7 @@ def _misfit(config: DecoderConfig, size: int, splits_experts: bool) -> str | Non
     for name, count in split.items():
         if count % size:
             return f"{name} is {count}, which {size} does not divide"
-    if config.recipe is None:
+    if config.recipe is None or (size == 1 and config.experts is None):  # a product of one device pads
         return None
     columns = {
         "query": config.num_heads // size * config.head_dim,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -61,11 +62,11 @@ def convert(
 
     Unless a rule names a recipe for them, `convert` leaves output heads alone (a part of the path is "head", "lm_head",
     "logits", "logitdense", "classifier", "unembed" or similar, or the last part is "output"), and routers ("router", or
-    "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; sizes that are no
-    multiples of 16; dtypes that FP8 layers do not have; layers in te_jax's `Attention`, `GatedMLP` and other modules
-    with a recipe argument; layers with a `__call__`, `dot_general`, `promote_dtype`, `einsum_op`,
-    `preferred_element_type` or `batch_axis` of their own; layers with other variables besides kernel and bias; and
-    those of models that qwix quantized, such as QLoRA. The report has the reason for each.
+    "gate" in a part with "moe", but no einsum of experts). It always leaves alone embeddings; dtypes that FP8 layers do
+    not have; layers in te_jax's `Attention`, `GatedMLP` and other modules with a recipe argument; layers with a
+    `__call__`, `dot_general`, `promote_dtype`, `einsum_op`, `preferred_element_type` or `batch_axis` of their own;
+    layers with other variables besides kernel and bias; and those of models that qwix quantized, such as QLoRA. The
+    report has the reason for each.
 
     Args:
       model: an NNX module or a container of modules.
@@ -128,7 +129,17 @@ def convert(
         shape = getattr(module.kernel, "shape", ())
         layer = _layer_class(module)
         rows.append(
-            conversion.layer_of_kernel(paths[0], layer, shape, chosen, reason, paths[1:], experts=experts, share=share)
+            conversion.layer_of_kernel(
+                paths[0],
+                layer,
+                shape,
+                chosen,
+                reason,
+                paths[1:],
+                experts=experts,
+                share=share,
+                sizes=_sizes(module),
+            )
         )
     for module, change in changes:
         if isinstance(change, _Converted):
@@ -441,7 +452,14 @@ def _obstacle_in_kernel(module: Any) -> str | None:
         return obstacle
     if _is_einsum(module):
         return conversion.obstacle_in_einsum(module.einsum_str, module.kernel_shape)
-    return conversion.obstacle_in_sizes(linear.as_tuple(module.in_features), linear.as_tuple(module.out_features))
+    return None
+
+
+def _sizes(module: Any) -> tuple[int, ...]:
+    """Features in and out."""
+    if _is_einsum(module):
+        return conversion.sizes_of_einsum(module.einsum_str, module.kernel_shape)
+    return tuple(math.prod(linear.as_tuple(each)) for each in (module.in_features, module.out_features))
 
 
 def _is_einsum(module: nnx.Module) -> bool:

@@ -99,9 +99,10 @@ def _fits(specs: tuple[GemmSpec, ...], pairs: Sequence[Mapping[str, Array]]) -> 
         if not all(isinstance(size, int) for size in (*a.shape, *b.shape)):
             return False
         m, k = math.prod(a.shape[: spec.a_outer_ndim]), math.prod(a.shape[spec.a_outer_ndim :])
+        n = math.prod(b.shape[: spec.b_outer_ndim])
         if a.ndim != spec.a_outer_ndim + spec.summed_ndim or 0 in (m, k, b.size):
             return False
-        if m % spec.scaling.row_multiple or k % FP8_ALIGNMENT:
+        if m % spec.scaling.row_multiple or n % FP8_ALIGNMENT or k % FP8_ALIGNMENT:
             return False
     return True
 

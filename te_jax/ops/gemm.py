@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
@@ -13,7 +12,7 @@ from jax import Array
 
 from te_jax import native, sharding
 from te_jax._core.arguments import as_dtype, as_flag, is_whole_number
-from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8, FP8_ALIGNMENT
+from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8
 from te_jax.ops._gemm_sum import sharded_sum
 from te_jax.ops.gemm_product import (
     Algorithm,
@@ -318,11 +317,6 @@ def _validate_operands(a: _Copy, b: _Copy) -> None:
         raise ValueError(f"rhs has {b.scaling!r} scales and lhs {a.scaling!r}; both must have the same kind")
     _validate_blocks("lhs", "sums over", a.summed, of_a.summed_block or 1)
     _validate_blocks("rhs", "keeps", b.outer, of_b.outer_block or 1)
-    if (n := math.prod(b.outer)) % FP8_ALIGNMENT:
-        raise ValueError(
-            f"rhs has {n} outer values; FP8 products need a multiple of {FP8_ALIGNMENT}: pad rhs and slice the result, "
-            "or do not quantize"
-        )
 
 
 def _validate_blocks(name: str, verb: str, sizes: tuple[int, ...], block: int) -> None:

@@ -305,10 +305,10 @@ def _over_batch(spec: GemmSpec, arrays: Mapping[str, Array], function: Callable)
 def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> tuple[Array, ...]:
     """te_gemm on local arrays; `in_place` writes the result over the accumulator."""
     if not spec.scaling.is_plain and (aligned := _aligned(spec, arrays)):
-        batch, a_outer, _ = _groups(spec, "a", arrays)
-        shape = *batch, *a_outer, *_groups(spec, "b", arrays)[1]
+        (batch, a_outer, _), b_outer = _groups(spec, "a", arrays), _groups(spec, "b", arrays)[1]
+        ends = *batch, math.prod(a_outer), math.prod(b_outer)
         return tuple(
-            lax.slice_in_dim(d, 0, math.prod(a_outer), axis=len(batch)).reshape(shape)
+            lax.slice(d, (0,) * d.ndim, ends).reshape(*batch, *a_outer, *b_outer)
             for d in _te_gemm(*aligned, in_place=in_place)
         )
     batch, a_outer, _ = _groups(spec, "a", arrays)
@@ -340,20 +340,20 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
 
 
 def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dict[str, Array]] | None:
-    """The same FP8 GEMM of matrices, with zeros appended to M and K; None where kernels take the sizes as they are.
+    """The same FP8 GEMM of matrices, with zeros appended to M, N and K; None where kernels take the sizes as they are.
 
-    They need K in multiples of 16, and with blocks M of 4.
+    They need N and K in multiples of 16, and with blocks M of 4.
     """
     batch, a_outer, summed = _groups(spec, "a", arrays)
     b_outer = _groups(spec, "b", arrays)[1]
     m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
     # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
-    steps = (m, spec.scaling.row_multiple), (k, FP8_ALIGNMENT)
-    more_m, more_k = (-(-size // step) * step - size for size, step in steps)
-    if not (more_m or more_k):
+    steps = (m, spec.scaling.row_multiple), (n, FP8_ALIGNMENT), (k, FP8_ALIGNMENT)
+    more_m, more_n, more_k = (-(-size // step) * step - size for size, step in steps)
+    if not (more_m or more_n or more_k):
         return None
-    # Sizes, and how many zeros follow.
-    rows, cols, depth = (m, more_m), (n, 0), (k, more_k)
+    # Sizes, and how many zeros follow. They begin no block of scales of b, which has 128 of N, or 1.
+    rows, cols, depth = (m, more_m), (n, more_n), (k, more_k)
     dimensions = {"a": (rows, depth), "b": (cols, depth), "bias": (cols,), "accumulator": (rows, cols)}
     if spec.scaling.has_several_scales:
         k_blocks, n_blocks = (
@@ -361,7 +361,8 @@ def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dic
             for sizes, block in ((summed, spec.scaling.summed_block), (b_outer, spec.scaling.rhs.outer_block))
         )
         dimensions["a_scale_inv"] = spec.scaling.of_scales((rows,), (k_blocks,))
-        dimensions["b_scale_inv"] = spec.scaling.rhs.of_scales((n_blocks,), (k_blocks,))
+        outer = cols if spec.scaling.rhs.outer_block == 1 else n_blocks
+        dimensions["b_scale_inv"] = spec.scaling.rhs.of_scales((outer,), (k_blocks,))
 
     def padded(x: Array, sizes: tuple[tuple[int, int], ...]) -> Array:
         matrix = x.reshape(*batch, *(size for size, _ in sizes))

@@ -115,11 +115,9 @@ def test_dense_layers_multiply_in_fp8(rng, make, recipe):
     [
         (("embed", None), (32, 8), "a router by its axes"),  # as GateLogit makes it
         (("embed_router", None), (32, 16), "a router by its axes"),
-        (("embed", "mlp"), (32, 40), "32 features in, 40 out: FP8 products need multiples of 16"),
-        (("mlp", "embed"), (40, 32), "40 features in, 32 out: FP8 products need multiples of 16"),
     ],
 )
-def test_routers_and_other_sizes_are_those_of_maxtext(axes, shape, reason):
+def test_routers_are_those_of_maxtext(axes, shape, reason):
     recipe = DelayedScaling(history_len=4)
     quant = MaxTextQuantization(recipe)
 
@@ -179,7 +177,6 @@ def test_experts_multiply_in_fp8(rng, subscripts, axes, x_shape, kernel_shape):
 @pytest.mark.parametrize(
     ("recipe", "axes", "features", "reason"),
     [
-        (BlockScaling(), ("exp", None, "mlp"), 40, "32 features in, 40 out: FP8 products need multiples of 16"),
         (DelayedScaling(), ("exp", None, "mlp"), 48, "DelayedScaling has no place for its state in experts: use a "),
         (BlockScaling(), ("activation_batch_moe", None, None), 48, None),  # a mask
         (BlockScaling(), (), 48, None),

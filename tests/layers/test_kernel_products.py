@@ -176,7 +176,7 @@ REFUSED = {
     "a function with a derivative of its own": (opaque, "k0 is an operand of custom_vjp_call"),
     "rounded": (lambda x, k: x @ k[0].astype(jnp.int8).astype(jnp.float32), "k0 is cast to int8"),
     "carried": (lambda x, k: lax.scan(lambda k, _: (k[::-1], x @ k[0]), k, None, 2), "k0 is one of the carried values"),
-    "sizes": (lambda x, k: x @ k[0, :, :20], "FP8 cannot take .*32 features in, 20 out"),
+    "sizes": (lambda x, k: lax.ragged_dot(x, k[..., :20], jnp.full(3, 1)), "FP8 cannot take .*32 features in, 20 out"),
     "no contraction": (lambda x, k: jnp.einsum("td,edf->tedf", x, k), "no product of inputs and a kernel"),
     "groups of columns": (
         lambda x, k: lax.ragged_dot_general(

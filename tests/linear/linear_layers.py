@@ -125,9 +125,9 @@ def collective(function, shapes, *specs):
 
 TWO, GATED = ((IN, HIDDEN), (IN, 64)), ((IN, HIDDEN), (IN, HIDDEN), (HIDDEN, 128))
 KINDS = {
-    "dense": Layer(ops.dense, CurrentScaling(), TWO),
+    "dense": Layer(ops.dense, CurrentScaling(), ((IN, HIDDEN), (IN, 60))),  # of a size that products pad
     "dense of transposed kernels": Layer(
-        functools.partial(ops.dense, kernel_contracting="last"), BlockScaling(), ((HIDDEN, IN), (64, IN)), True
+        functools.partial(ops.dense, kernel_contracting="last"), BlockScaling(), ((HIDDEN, IN), (60, IN)), True
     ),
     "grouped_dense": Layer(
         lambda x, kernels, **options: ops.grouped_dense(x, kernels, SIZES, **options), BlockScaling(),

@@ -205,7 +205,6 @@ REFUSED = {
     "features of float": (("Linear", 32, 1.5), {}, {}, "features is 1.5; it must be"),
     "None for features": (("Linear", 32, None), {}, {}, "features is None; it must be"),
     "one of the features": (("LinearGeneral", 32, (16, 0)), {}, {}, r"features is \(16, 0\); it must be"),
-    "features": (("Linear", 32, 20), {"recipe": CurrentScaling()}, {}, "multiple of 16"),
     "activation": (("Linear", 32, 16), {"activation": "tanh"}, {}, "activation is 'tanh'"),
     "recipe": (("Linear", 32, 16), {"recipe": "fp8"}, {}, "recipe is 'fp8'"),
     "dtype": (("Linear", 32, 16), {"dtype": jnp.int8}, {}, "dtype is int8; it must be float32"),

@@ -96,7 +96,6 @@ REFUSED = {
     "features": (("bi,io->bo", (32, 16)), {}, r"does not fit inputs of shape \(3, 16\)"),
     "bias": (("bi,io->bo", (16, 16), (8,)), {}, r"bias has shape \(8,\); .* \(16,\)"),
     "no features": (("bi,io->bo", (16, 0)), {}, r"kernel_shape is \(16, 0\); it must be"),
-    "sizes": (("bi,io->bo", (16, 20)), {"recipe": CurrentScaling()}, "multiple of 16"),
 }
 
 

@@ -212,7 +212,6 @@ def packed(rngs):
 
 
 layer_of = functools.partial
-ODD = "features in, {} out: FP8 products need multiples of 16"
 NO_PRODUCT = "einsum_str 'bd,ef->bdef' is no product of inputs and a kernel as te_jax's Einsum computes them"
 ALONE = {
     "OwnCall has a __call__ of its own": layer_of(OwnCall, 32, 32),
@@ -226,8 +225,6 @@ ALONE = {
     ),
     "it has a preferred_element_type of its own": layer_of(nnx.Linear, 32, 32, preferred_element_type=jnp.float32),
     "it has a batch_axis": layer_of(nnx.LinearGeneral, 32, 32, axis=-1, batch_axis={0: 4}),
-    f"32 {ODD.format(40)}": layer_of(nnx.Linear, 32, 40),
-    f"24 {ODD.format(64)}": layer_of(nnx.Einsum, "btd,edf->btef", (2, 24, 32)),
     NO_PRODUCT: layer_of(nnx.Einsum, "bd,ef->bdef", (32, 32)),
     "its dtype complex64 is none of FP8 layers": layer_of(nnx.Linear, 32, 32, dtype=jnp.complex64),
     f"{__name__}.OwnKernel is none of {OTHERS}": OwnKernel,

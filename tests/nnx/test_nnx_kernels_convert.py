@@ -222,7 +222,7 @@ def test_classes_of_libraries_are_known_by_name():
 LEFT_ALONE = {
     "no kernel": (BlockScaling(), ("w",), "it has no w, which its KernelsLayer names as the kernel"),
     "no variable": (BlockScaling(), ("top_k",), "its top_k is no nnx.Variable"),
-    "sizes": (BlockScaling(), ("odd",), "its shape is (32, 20): FP8 products need features in and out in multiples of"),
+    "sizes": (BlockScaling(), ("odd",), "32 features in, 20 out: FP8 products of experts need multiples of 16"),
     "state": (DelayedScaling(), ("up",), "DelayedScaling has no place for the state of experts"),
     "dtype": (BlockScaling(), ("whole",), "its dtype int32 is none of FP8 layers"),
 }

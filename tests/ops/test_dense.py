@@ -12,7 +12,7 @@ from compiled import results_and_gradients
 from dense_oracle import RECIPES, check, computed, errors, gradients_of, oracle, random_case, wide
 
 from te_jax import ops
-from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScalingState, RowwiseScaling
+from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScalingState, MXFP8Scaling, RowwiseScaling
 from te_jax.testing import assert_close, relative_error
 
 recipes = pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "none"])
@@ -48,16 +48,24 @@ def test_dtypes(dtype, kernel_dtype, recipe, rng):
         ((2, 3, 16), (4, 32), (2, 64), "last"),
         ((), (32,), (16,), "first"),
         ((130,), (2, 128), (2, 3, 128), "first"),
+        ((7, 9), (5, 27), (3, 11), "last"),
     ],
     ids=str,
 )
 def test_shapes(batch, inner, outer, kernel_contracting, recipe, rng):
-    """Groups of several dimensions, tokens that are no multiple of 16, blocks that do not divide anything."""
+    """Groups of several dimensions, tokens and features that are no multiple of 16, blocks that divide nothing."""
     case = random_case(rng, batch, inner, outer, kernel_contracting=kernel_contracting)
     # Few values: errors of single ones show.
     tokens = math.prod(batch)
     factor = 1.0 if tokens >= 32 else 1.6
     check(case, recipe=recipe, factor=factor)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), MXFP8Scaling()], ids=[*RECIPES, "mxfp8"])
+def test_features_of_any_size(recipe, rng):
+    """Those of a Mamba and of a head of ten classes, by all recipes, with all that an epilogue adds."""
+    case = random_case(rng, (96,), (552,), (10,))
+    check(case, recipe=recipe, activation="gelu", factor=1.2)
 
 
 @few_recipes

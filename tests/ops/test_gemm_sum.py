@@ -83,9 +83,10 @@ def test_no_product_is_rounded(rng, count, native_kernels):
         ({}, (1, 0)),
         ({"m": (6,)}, (0, 2)),  # the kernel reads the scales of four rows
         ({"depths": ((136,), (128,))}, (0, 2)),  # and 16 values of k at a time
+        ({"n": (40,)}, (0, 2)),  # and of n
         ({"depths": DEPTHS["four"]}, (0, 4)),
     ],
-    ids=["sum", "rows", "depth", "four"],
+    ids=["sum", "rows", "depth", "columns", "four"],
 )
 def test_one_pass_where_sizes_allow_it(rng, change, calls, native_kernels):
     pairs = draw(rng, **({"depths": DEPTHS["two"], "m": (8,)} | change))

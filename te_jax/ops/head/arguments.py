@@ -13,7 +13,6 @@ from jax import Array
 from te_jax import native, sharding
 from te_jax._core.arguments import as_flag, is_whole_number
 from te_jax._core.reverse_mode import reverse_mode_only
-from te_jax._core.types import FP8_ALIGNMENT
 from te_jax.ops.head.rows import Head, Rows
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_accumulator
@@ -112,7 +111,7 @@ def head_of(
     spec = f"P(None, {(axes[0] if len(axes) == 1 else axes)!r})" if axes else ""
     remedy = f"pass the device's shard of the vocabulary, by in_specs such as {spec}, or vocab_axis=None"
     sharding.validate_split("kernel", operands.kernel, axes, remedy, "vocab_axis")
-    recipes = None if recipe is None else _recipes(operands.x, recipe, fp8_products)
+    recipes = None if recipe is None else _recipes(recipe, fp8_products)
     by_kernels = native.use_native(implementation)
 
     def chosen(recipe: Recipe | None) -> native.Implementation:
@@ -130,7 +129,7 @@ def head_of(
     return Head(rows, layer, None if chunk_tokens is None else int(chunk_tokens))
 
 
-def _recipes(x: Array, recipe: Recipe, products: Collection[Product]) -> Recipe:
+def _recipes(recipe: Recipe, products: Collection[Product]) -> Recipe:
     """Recipes of the three products."""
     fp8.validate_recipe(recipe)
     facts_of_recipe(recipe)  # refuses recipes of products
@@ -139,11 +138,6 @@ def _recipes(x: Array, recipe: Recipe, products: Collection[Product]) -> Recipe:
     known = isinstance(products, tuple | list | set | frozenset) and set(products) <= set(PRODUCTS)
     if not known or not products:
         raise ValueError(f"fp8_products is {products!r}; it must be a tuple of one or more names out of {PRODUCTS}")
-    if x.shape[-1] % FP8_ALIGNMENT:
-        raise ValueError(
-            f"x has shape {x.shape}, {x.shape[-1]} features; FP8 products need a multiple of {FP8_ALIGNMENT}: pad x "
-            "and kernel, or use recipe=None"
-        )
     return ProductRecipes(**dict.fromkeys(products, recipe))
 
 

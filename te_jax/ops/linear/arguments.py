@@ -14,7 +14,7 @@ import jax
 from jax import Array, lax
 
 from te_jax import native, sharding
-from te_jax._core.types import FLOAT_NAMES, FLOATS, FP8_ALIGNMENT
+from te_jax._core.types import FLOAT_NAMES, FLOATS
 from te_jax.ops.implementations import fp8_implementation, unsupported
 from te_jax.ops.linear import fp8
 from te_jax.ops.linear.accumulator import validate_accumulator
@@ -258,12 +258,6 @@ def validate_fp8(
     if isinstance(recipe, ProductRecipes):
         validate_not_quantized("x", x, recipe)
         validate_not_quantized(name, kernel, recipe)
-    for side, sizes in (("in", shape.inner), ("out", shape.outer)):
-        if math.prod(sizes) % FP8_ALIGNMENT:
-            raise ValueError(
-                f"{name} has shape {kernel.shape}, {math.prod(sizes)} features {side}; FP8 products need a multiple of "
-                f"{FP8_ALIGNMENT}: pad them or use recipe=None"
-            )
     if isinstance(x, QuantizedArray):
         validate_quantized_x(x, recipe, kernel_contracting, row_ndim=len(shape.batch))
     if isinstance(kernel, QuantizedArray):
