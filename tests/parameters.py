@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from te_jax import native
+
 
 def in_turns(every, *others):
     """Each of `every` once, with one value of each of the others, which take turns.
@@ -30,6 +32,11 @@ def parts(count, in_ci):
     """Parameters from 0 on: the first for `make test`, as many as `in_ci` for CI, and all with `pytest -m ""`."""
     marks = [()] + [pytest.mark.slow] * (in_ci - 1) + [(pytest.mark.slow, pytest.mark.product)] * (count - in_ci)
     return [pytest.param(part, marks=marks[part]) for part in range(count)]
+
+
+def named(implementation, dtype):
+    """The implementation, or None in place of "native" for float16, which XLA's path takes: no kernel does."""
+    return None if implementation == "native" and not native.takes(dtype) else implementation
 
 
 def drawn(rows, place):

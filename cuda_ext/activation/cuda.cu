@@ -229,9 +229,8 @@ Status Amaxes(const Executor& executor, const Function& function, const Inputs& 
   }
   if (Status s = Clear(executor.stream, {amax, inputs.count}, {up_amax, inputs.count}); !s.ok()) return s;
   auto with = [&]<bool kBackward>() {
-    auto* launch = inputs.dtype == DType::kFloat32    ? LaunchAmax<float, kBackward>
-                   : inputs.dtype == DType::kBFloat16 ? LaunchAmax<__nv_bfloat16, kBackward>
-                                                      : LaunchAmax<__half, kBackward>;
+    auto* launch =
+        inputs.dtype == DType::kFloat32 ? LaunchAmax<float, kBackward> : LaunchAmax<__nv_bfloat16, kBackward>;
     return launch(executor.stream, function, inputs, dy, amax, up_amax);
   };
   return dy ? with.template operator()<true>() : with.template operator()<false>();
@@ -301,9 +300,7 @@ Status Rows(const Executor& executor, const Function& function, const Inputs& in
   if (outputs.amax) {
     if (Status s = Clear(executor.stream, {outputs.amax, inputs.count}); !s.ok()) return s;
   }
-  auto* launch = inputs.dtype == DType::kFloat32    ? LaunchRows<float>
-                 : inputs.dtype == DType::kBFloat16 ? LaunchRows<__nv_bfloat16>
-                                                    : LaunchRows<__half>;
+  auto* launch = inputs.dtype == DType::kFloat32 ? LaunchRows<float> : LaunchRows<__nv_bfloat16>;
   return launch(executor.stream, function, inputs, outputs);
 }
 

@@ -35,20 +35,13 @@ TE_JAX_INLINE void Add(const void* from, int64_t count, float* to) {
   TE_JAX_CLONES void Add##T(const void* from, int64_t count, float* to) { Add<T>(from, count, to); }
 TE_JAX_CONVERT(Float32)
 TE_JAX_CONVERT(BFloat16)
-TE_JAX_CONVERT(Float16)
 #undef TE_JAX_CONVERT
 
 }  // namespace
 
 Conversion ConversionOf(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return {2, LoadBFloat16, StoreBFloat16, AddBFloat16};
-    case DType::kFloat16:
-      return {2, LoadFloat16, StoreFloat16, AddFloat16};
-    default:
-      return {4, LoadFloat32, StoreFloat32, AddFloat32};
-  }
+  return dtype == DType::kFloat32 ? Conversion{4, LoadFloat32, StoreFloat32, AddFloat32}
+                                  : Conversion{2, LoadBFloat16, StoreBFloat16, AddBFloat16};
 }
 
 }  // namespace te

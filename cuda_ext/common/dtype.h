@@ -1,8 +1,8 @@
-// The floating-point element types that entry points take behind a `const void*`.
+// The floating-point element types that entry points take behind a `const void*`. Products also know others: gemm.h.
 #pragma once
 
 namespace te {
 
-enum class DType { kFloat32, kBFloat16, kFloat16 };
+enum class DType { kFloat32, kBFloat16 };
 
 }  // namespace te

@@ -131,8 +131,6 @@ inline std::optional<DType> FloatingType(const ffi::AnyBuffer& buffer) {
       return DType::kFloat32;
     case ffi::BF16:
       return DType::kBFloat16;
-    case ffi::F16:
-      return DType::kFloat16;
     default:
       return std::nullopt;
   }

@@ -64,6 +64,7 @@ inline void DecodeKind(Rules& rules, NamedBuffer a, NamedBuffer b, NamedBuffer d
   rules.That(!plain || algorithm != Algorithm::kTeJax, a.name, a.buffer, "be FP8 with algorithm te_jax");
   rules.That(scaling != Scaling::kBlock || algorithm == Algorithm::kTeJax, a.name, a.buffer,
              "come with algorithm te_jax with block scaling");
+  rules.That(plain || d_type != Type::kFloat16, d.name, d.buffer, "be float32 or bfloat16 with scaling");
   problem.a.type = *a_type;
   problem.b.type = *b_type;
   problem.d_type = *d_type;

@@ -47,6 +47,7 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
   Problem problem{};
   gemm::Problem& product = problem.product;
   gemm::DecodeKind(rules, {"a", a}, {"b", b}, {"d", *d}, scaling, scaling == "block" ? "te_jax" : "cublaslt", product);
+  rules.That(d->element_type() != ffi::F16, "d", *d, "be float32 or bfloat16");
   rules.Type(ffi::S32, "bounds", bounds);
   const std::optional<int64_t> batch_ndim = DimensionsBeside({2}, bounds);
   rules.That(batch_ndim.has_value(), "bounds", bounds, "have parts and groups");

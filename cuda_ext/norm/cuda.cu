@@ -567,9 +567,7 @@ Status Normalize(const Executor& executor, const Inputs& inputs, const Outputs& 
   if (outputs.rows.amax) {
     if (Status s = Clear(executor.stream, {outputs.rows.amax, inputs.count}); !s.ok()) return s;
   }
-  auto* launch = inputs.dtype == DType::kFloat32    ? LaunchForward<float>
-                 : inputs.dtype == DType::kBFloat16 ? LaunchForward<__nv_bfloat16>
-                                                    : LaunchForward<__half>;
+  auto* launch = inputs.dtype == DType::kFloat32 ? LaunchForward<float> : LaunchForward<__nv_bfloat16>;
   return launch(executor.stream, {inputs, outputs.sum, outputs.statistics, outputs.rows, 0});
 }
 
@@ -582,15 +580,18 @@ Status NormalizedInTensor(const Executor& executor, const Inputs& inputs, const 
 Status NormalizedInBlocks(const Executor& executor, const Inputs& inputs, const Statistics& statistics,
                           const quantize::Copies& copies, const quantize::BlockScaling& scaling) {
   const quantize::Matrices x{inputs.dtype, inputs.x, inputs.count, inputs.rows, inputs.cols};
-  return quantize::LaunchQuantizeBlocks(executor.stream, x, copies, scaling, NormalizePatch{inputs, statistics});
+  const NormalizePatch compute{inputs, statistics};
+  using quantize::Mode, quantize::Scales;
+  return copies.data && !scaling.data_128x128 ? quantize::LaunchQuantizeInMode<Mode<Scales::kBlocks, false, false>>(
+                                                    executor.stream, x, copies, scaling, compute)
+                                              : quantize::LaunchQuantizeInMode<Mode<Scales::kBlocks, true, false>>(
+                                                    executor.stream, x, copies, scaling, compute);
 }
 
 Status Backward(const Executor& executor, const Inputs& inputs, const Statistics& statistics, const void* dy,
                 const void* dsum, const Gradients& gradients) {
   if (Status s = CheckSize(inputs); !s.ok()) return s;
-  auto* launch = inputs.dtype == DType::kFloat32    ? LaunchBackward<float>
-                 : inputs.dtype == DType::kBFloat16 ? LaunchBackward<__nv_bfloat16>
-                                                    : LaunchBackward<__half>;
+  auto* launch = inputs.dtype == DType::kFloat32 ? LaunchBackward<float> : LaunchBackward<__nv_bfloat16>;
   return launch(executor.stream, {inputs, statistics, dy, dsum, gradients});
 }
 

@@ -110,6 +110,9 @@ ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, AnyBuffer gamma, An
   const Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
   const BlockScaling scaling =
       decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
+  // Kernels for others would serve no recipe: XLA normalizes, and te_quantize_blocks quantizes.
+  decoder.rules().That((copies.transposed || CountOf(x) == 0) && !transposed_128x128, "transposed", *transposed,
+                       "be there, with scales of 1x128 values");
   return decoder.Run(platform, {}, [&](const Executor& executor, const Inputs& inputs) {
     return NormalizedInBlocks(executor, inputs, statistics, copies, scaling);
   });

@@ -44,7 +44,8 @@ struct Outputs {
 
 Status Normalize(const Executor& executor, const Inputs& inputs, const Outputs& outputs);
 
-// y in FP8 from statistics that are known, of an x that has no residual (any more). Without column sums.
+// y in FP8 from statistics that are known, of an x that has no residual (any more). Without column sums. In blocks
+// there is a transposed copy, with scales of 1×128 values.
 Status NormalizedInTensor(const Executor& executor, const Inputs& inputs, const Statistics& statistics,
                           const quantize::Copies& copies, const quantize::TensorScaling& scaling);
 Status NormalizedInBlocks(const Executor& executor, const Inputs& inputs, const Statistics& statistics,

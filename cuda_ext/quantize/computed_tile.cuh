@@ -254,14 +254,8 @@ class TileLaunch {
       const Span second{i + 1 < own_amax_count_ ? own_amaxes_[i + 1] : nullptr, x_.count};
       if (Status s = Clear(stream, {own_amaxes_[i], x_.count}, second); !s.ok()) return s;
     }
-    switch (x_.dtype) {
-      case DType::kFloat32:
-        return Launch<float, 2>(stream, compute);
-      case DType::kBFloat16:
-        return Launch<__nv_bfloat16, kBlocks>(stream, compute);
-      default:
-        return Launch<__half, kBlocks>(stream, compute);
-    }
+    return x_.dtype == DType::kFloat32 ? Launch<float, 2>(stream, compute)
+                                       : Launch<__nv_bfloat16, kBlocks>(stream, compute);
   }
 
  private:

@@ -87,7 +87,6 @@ TE_JAX_INLINE void EncodeColumns(const Tile& tile, Scratch& scratch) {
   }
 TE_JAX_LOAD(Float32)
 TE_JAX_LOAD(BFloat16)
-TE_JAX_LOAD(Float16)
 #undef TE_JAX_LOAD
 
 #define TE_JAX_ENCODE(F)                                                                                 \
@@ -234,9 +233,7 @@ int64_t CountTiles(const Matrices& x, int64_t width) {
   return x.count * Blocks(x.rows) * ((x.cols + width - 1) / width);
 }
 
-auto* LoadOf(const Matrices& x) {
-  return x.dtype == DType::kFloat32 ? LoadFloat32 : x.dtype == DType::kBFloat16 ? LoadBFloat16 : LoadFloat16;
-}
+auto* LoadOf(const Matrices& x) { return x.dtype == DType::kFloat32 ? LoadFloat32 : LoadBFloat16; }
 
 // Calls merge(strip, row_amax, col_amax), amaxes as the bits of floats, for strips that cover x.
 template <typename Merge>

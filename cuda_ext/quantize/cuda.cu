@@ -62,9 +62,7 @@ Status AmaxOfTensor(const Executor& executor, const Matrices& x, float* amax) {
   int multiprocessors = 0;
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
   if (Status s = Clear(executor.stream, {amax, x.count}); !s.ok()) return s;
-  auto* launch = x.dtype == DType::kFloat32    ? LaunchAmaxOfTensor<float>
-                 : x.dtype == DType::kBFloat16 ? LaunchAmaxOfTensor<__nv_bfloat16>
-                                               : LaunchAmaxOfTensor<__half>;
+  auto* launch = x.dtype == DType::kFloat32 ? LaunchAmaxOfTensor<float> : LaunchAmaxOfTensor<__nv_bfloat16>;
   return launch(executor.stream, x, multiprocessors, amax);
 }
 
@@ -73,9 +71,7 @@ Status AmaxOfRows(const Executor& executor, const Matrices& x, float* row_amax, 
   if (Status s = CountMultiprocessors(&multiprocessors); !s.ok()) return s;
   if (Status s = CheckSize(x); !s.ok()) return s;
   if (Status s = Clear(executor.stream, {row_amax, x.count * x.rows}, {col_amax, x.count * x.cols}); !s.ok()) return s;
-  auto* launch = x.dtype == DType::kFloat32    ? LaunchAmaxOfRows<float>
-                 : x.dtype == DType::kBFloat16 ? LaunchAmaxOfRows<__nv_bfloat16>
-                                               : LaunchAmaxOfRows<__half>;
+  auto* launch = x.dtype == DType::kFloat32 ? LaunchAmaxOfRows<float> : LaunchAmaxOfRows<__nv_bfloat16>;
   return launch(executor.stream, x, multiprocessors, row_amax, col_amax);
 }
 

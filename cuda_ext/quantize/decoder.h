@@ -32,7 +32,7 @@ class Decoder {
       : operation_(operation), rules_(operation), x_(x) {
     const std::optional<DType> dtype = FloatingType(x);
     const Sizes sizes = SizesOf(x);
-    rules_.That(dtype.has_value(), name, x, "be float32, bfloat16 or float16");
+    rules_.That(dtype.has_value(), name, x, "be float32 or bfloat16");
     if (!DimensionsBeside({batch_ndim, row_ndim}, x)) {
       rules_.That(false, name, x,
                   "have batch_ndim (" + std::to_string(batch_ndim) + ") and row_ndim (" + std::to_string(row_ndim) +

@@ -102,9 +102,8 @@ Status LaunchQuantizeTile(cudaStream_t stream, Arguments arguments, const Comput
 template <typename Launch>
 Status WithTypes(DType dtype, Fp8 format, const Launch& launch) {
   auto with = [&]<typename F>() {
-    return dtype == DType::kFloat32    ? launch.template operator()<float, F>()
-           : dtype == DType::kBFloat16 ? launch.template operator()<__nv_bfloat16, F>()
-                                       : launch.template operator()<__half, F>();
+    return dtype == DType::kFloat32 ? launch.template operator()<float, F>()
+                                    : launch.template operator()<__nv_bfloat16, F>();
   };
   return format == Fp8::kE4M3 ? with.template operator()<E4M3>() : with.template operator()<E5M2>();
 }
@@ -143,14 +142,20 @@ Status LaunchQuantizeTensor(cudaStream_t stream, const Matrices& x, const Copies
   return LaunchQuantize<Mode<Scales::kTensor>>(stream, x, copies.format, arguments, compute);
 }
 
-template <typename Compute>
-Status LaunchQuantizeBlocks(cudaStream_t stream, const Matrices& x, const Copies& copies, const BlockScaling& scaling,
+template <typename M, typename Compute>
+Status LaunchQuantizeInMode(cudaStream_t stream, const Matrices& x, const Copies& copies, const BlockScaling& scaling,
                             const Compute& compute) {
   if (Status s = CheckSize(x); !s.ok()) return s;
   Arguments arguments = ArgumentsOf(x, copies);
   arguments.blocks = scaling;
-  return WithModeOfBlocks(
-      copies, scaling, [&]<typename M>() { return LaunchQuantize<M>(stream, x, copies.format, arguments, compute); });
+  return LaunchQuantize<M>(stream, x, copies.format, arguments, compute);
+}
+
+template <typename Compute>
+Status LaunchQuantizeBlocks(cudaStream_t stream, const Matrices& x, const Copies& copies, const BlockScaling& scaling,
+                            const Compute& compute) {
+  return WithModeOfBlocks(copies, scaling,
+                          [&]<typename M>() { return LaunchQuantizeInMode<M>(stream, x, copies, scaling, compute); });
 }
 
 }  // namespace te::quantize

@@ -51,9 +51,6 @@ struct Words {
   __device__ static uint32_t FloatBitsOf(uint32_t magnitude) {
     uint32_t bits = magnitude;
     if constexpr (std::is_same_v<T, __nv_bfloat16>) bits = magnitude << 16;
-    if constexpr (std::is_same_v<T, __half>) {
-      bits = __float_as_uint(__half2float(__ushort_as_half(static_cast<unsigned short>(magnitude))));
-    }
     return bits > kFloatInfinityBits ? kQuietNaN : bits;
   }
 
@@ -73,11 +70,8 @@ template <typename T>
 __device__ __forceinline__ float Value(const uint32_t (&words)[Words<T>::kCount], int j) {
   if constexpr (std::is_same_v<T, float>) {
     return __uint_as_float(words[j]);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000u : words[j / 2] << 16);
   } else {
-    const __half2 pair = reinterpret_cast<const __half2&>(words[j / 2]);
-    return j % 2 ? __high2float(pair) : __low2float(pair);
+    return __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000u : words[j / 2] << 16);
   }
 }
 

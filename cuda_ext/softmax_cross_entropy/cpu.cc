@@ -132,7 +132,6 @@ TE_JAX_INLINE void GradientOfRows(const Logits& logits, int64_t begin, int64_t e
   }
 TE_JAX_FUNCTIONS(Float32)
 TE_JAX_FUNCTIONS(BFloat16)
-TE_JAX_FUNCTIONS(Float16)
 #undef TE_JAX_FUNCTIONS
 
 template <typename Body>
@@ -143,17 +142,13 @@ void OverRows(const Executor& executor, const Logits& logits, const Body& body) 
 }  // namespace
 
 Status ComputeStatistics(const Executor& executor, const Logits& logits, bool with_total, Statistics out) {
-  auto* compute = logits.dtype == DType::kFloat32    ? StatisticsOfFloat32
-                  : logits.dtype == DType::kBFloat16 ? StatisticsOfBFloat16
-                                                     : StatisticsOfFloat16;
+  auto* compute = logits.dtype == DType::kFloat32 ? StatisticsOfFloat32 : StatisticsOfBFloat16;
   OverRows(executor, logits, [&](int64_t begin, int64_t end) { compute(logits, begin, end, with_total, out); });
   return Status::Ok();
 }
 
 Status ComputeGradient(const Executor& executor, const Logits& logits, const Gradient& gradient) {
-  auto* compute = logits.dtype == DType::kFloat32    ? GradientOfFloat32
-                  : logits.dtype == DType::kBFloat16 ? GradientOfBFloat16
-                                                     : GradientOfFloat16;
+  auto* compute = logits.dtype == DType::kFloat32 ? GradientOfFloat32 : GradientOfBFloat16;
   OverRows(executor, logits, [&](int64_t begin, int64_t end) { compute(logits, begin, end, gradient); });
   return Status::Ok();
 }

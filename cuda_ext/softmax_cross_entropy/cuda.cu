@@ -616,9 +616,7 @@ Status SelectBoth(cudaStream_t stream, const Logits& logits, bool with_total, co
 
 Status ComputeStatistics(const Executor& executor, const Logits& logits, bool with_total, Statistics out) {
   if (logits.rows == 0) return Status::Ok();
-  auto* select = logits.dtype == DType::kFloat32    ? SelectStatistics<float>
-                 : logits.dtype == DType::kBFloat16 ? SelectStatistics<__nv_bfloat16>
-                                                    : SelectStatistics<__half>;
+  auto* select = logits.dtype == DType::kFloat32 ? SelectStatistics<float> : SelectStatistics<__nv_bfloat16>;
   return select(executor.stream, logits, with_total, out);
 }
 
@@ -627,9 +625,7 @@ Status ComputeGradient(const Executor& executor, const Logits& logits, const Gra
   if (reinterpret_cast<uintptr_t>(logits.data) % 16 != reinterpret_cast<uintptr_t>(gradient.out) % 16) {
     return Status::Failed("logits and gradient must have the same alignment to 16 bytes");
   }
-  auto* launch = logits.dtype == DType::kFloat32    ? LaunchGradient<float>
-                 : logits.dtype == DType::kBFloat16 ? LaunchGradient<__nv_bfloat16>
-                                                    : LaunchGradient<__half>;
+  auto* launch = logits.dtype == DType::kFloat32 ? LaunchGradient<float> : LaunchGradient<__nv_bfloat16>;
   return launch(executor.stream, logits, gradient);
 }
 
@@ -642,9 +638,7 @@ Status ComputeBoth(const Executor& executor, const Logits& logits, bool with_tot
     if (Status s = ComputeStatistics(executor, logits, with_total, statistics); !s.ok()) return s;
     return ComputeGradient(executor, logits, gradient);
   }
-  auto* select = logits.dtype == DType::kFloat32    ? SelectBoth<float>
-                 : logits.dtype == DType::kBFloat16 ? SelectBoth<__nv_bfloat16>
-                                                    : SelectBoth<__half>;
+  auto* select = logits.dtype == DType::kFloat32 ? SelectBoth<float> : SelectBoth<__nv_bfloat16>;
   return select(executor.stream, logits, with_total, in, statistics, gradient);
 }
 

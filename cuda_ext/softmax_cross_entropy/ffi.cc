@@ -12,7 +12,7 @@ using Result = ffi::Result<AnyBuffer>;
 // Checks and decodes the arguments that the handlers share.
 Logits Decode(Rules& rules, const AnyBuffer& logits, const AnyBuffer& labels, float softcap, int64_t padding) {
   const std::optional<DType> dtype = FloatingType(logits);
-  rules.That(dtype.has_value(), "logits", logits, "be float32, bfloat16 or float16");
+  rules.That(dtype.has_value(), "logits", logits, "be float32 or bfloat16");
   rules.That(logits.dimensions().size() > 0 && logits.dimensions().back() > 0, "logits", logits,
              "have a vocabulary of at least 1 as its last dimension");
   if (rules.broken()) return {};

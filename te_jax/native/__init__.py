@@ -20,6 +20,7 @@ from te_jax.native.extension import (
     register,
     runtime_ffi_api,
     status,
+    takes,
     use_native,
     validate_implementation,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "register",
     "runtime_ffi_api",
     "status",
+    "takes",
     "use_native",
     "validate_implementation",
 ]

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import jax
 import jax.export
+import numpy as np
 
 from te_jax._version import __version__
 from te_jax.native import cuda_libraries
@@ -275,7 +276,22 @@ def validate_implementation(implementation: Any) -> None:
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'native', 'xla' or 'reference'")
 
 
-def use_native(implementation: Implementation | None, problem: str | None = None, *, products: bool = False) -> bool:
+def takes(dtype: jax.typing.DTypeLike) -> bool:
+    """Whether native kernels read and write values of this floating dtype, on a GPU and on a CPU alike.
+
+    They do for float32 and bfloat16. For float16 there are products of plain operands, cuBLASLt's, and nothing else:
+    XLA computes the rest.
+    """
+    return np.dtype(dtype) != np.float16
+
+
+def use_native(
+    implementation: Implementation | None,
+    problem: str | None = None,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    products: bool = False,
+) -> bool:
     """Whether to run the native kernel rather than the reference, which XLA compiles.
 
     Args:
@@ -283,6 +299,7 @@ def use_native(implementation: Implementation | None, problem: str | None = None
         distinct problem in a process; "native", "xla" and "reference" never fall back. FP8 products tell the last two
         apart: see `te_jax.ops.gemm`.
       problem: why there is no native kernel for these operands, and the way out; None if there is one.
+      dtype: of the values, if the kernel is for those that it `takes`. Others fall back without a warning.
       products: whether the kernel multiplies matrices. Such kernels are for compute capability 9.0, others also for
         later ones.
 
@@ -294,6 +311,8 @@ def use_native(implementation: Implementation | None, problem: str | None = None
     if implementation in ("xla", "reference"):
         return False
     of_backend, surprising = _problem_on_default_backend(products)
+    if of_backend is None and dtype is not None and not takes(dtype):
+        of_backend, surprising = _problem_of_dtype(dtype), False
     problem, surprising = (of_backend, surprising) if of_backend else (problem, True)
     if problem is None:
         return True
@@ -302,6 +321,13 @@ def use_native(implementation: Implementation | None, problem: str | None = None
     if surprising:
         _warn_once(problem)
     return False
+
+
+def _problem_of_dtype(dtype: jax.typing.DTypeLike) -> str:
+    return (
+        f"no native kernel takes {np.dtype(dtype)}: cast to bfloat16 or float32, or leave implementation out, for what "
+        "XLA compiles"
+    )
 
 
 def _lend_blas(module: types.ModuleType) -> None:

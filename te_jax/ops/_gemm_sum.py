@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from te_jax import native, sharding
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
-from te_jax.ops.gemm_product import GemmSpec, rule_of, shard_multiples, sharded_gemm
+from te_jax.ops.gemm_product import GemmSpec, allowed_dtype, rule_of, shard_multiples, sharded_gemm
 
 _MOST_PAIRS = 3
 """Most pairs that te_gemm_sum takes."""
@@ -115,5 +115,6 @@ def _te_gemm_sum(specs: tuple[GemmSpec, ...], dtype: np.dtype, pairs: Sequence[M
         a, b = pair["a"].reshape(-1, k), pair["b"].reshape(-1, k)
         operands += [a, b, pair["a_scale_inv"], pair["b_scale_inv"]]
     absent = [jnp.zeros((0,), jnp.float32)] * (4 * _MOST_PAIRS - len(operands))
-    d = jax.ShapeDtypeStruct((operands[0].shape[0], operands[1].shape[0]), dtype)
-    return native.call("te_gemm_sum", (d,), *operands, *absent)[0].reshape(outer)
+    allowed = allowed_dtype(operands[0].dtype, dtype)
+    d = jax.ShapeDtypeStruct((operands[0].shape[0], operands[1].shape[0]), allowed)
+    return native.call("te_gemm_sum", (d,), *operands, *absent)[0].reshape(outer).astype(dtype)

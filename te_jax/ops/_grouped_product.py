@@ -22,6 +22,7 @@ from te_jax.quantized import Facts, one_copy
 _SECOND = ("second_a", "second_b", "second_a_scale_inv", "second_b_scale_inv")
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bounds", "bias", "accumulator", *_SECOND)
 _ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
+_FLOAT32 = np.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _with_shared_matrices(spec: GroupedSpec) -> Callable[..., Array]:
 @functools.cache
 def _per_shard(spec: GroupedSpec) -> Callable[..., tuple[Array, ...]]:
     names = spec.operands
-    in_place = spec.native and spec.accumulator is not None
+    in_place = spec.native and spec.accumulator is not None and native.takes(spec.dtype)
     rule, sizes = _rule(spec)
 
     @sharding.per_shard(
@@ -179,6 +180,9 @@ def _rule(spec: GroupedSpec) -> tuple[str, dict[str, int]]:
 
 def _te_grouped_gemm(spec: GroupedSpec, arrays: Mapping[str, Array], *, in_place: bool) -> Array:
     """te_grouped_gemm on local arrays; `in_place` writes the result over the accumulator."""
+    if not native.takes(spec.dtype):  # XLA rounds
+        d = _te_grouped_gemm(dataclasses.replace(spec, dtype=_FLOAT32, accumulator=None), arrays, in_place=False)
+        return (d + arrays["accumulator"].astype(_FLOAT32) if spec.accumulator == "add" else d).astype(spec.dtype)
     a, b, bounds = arrays["a"], arrays["b"], arrays["bounds"]
     batch = bounds.shape[:-2]
     rows_last = spec.grouped_sums and not spec.scaling.is_plain

@@ -31,7 +31,7 @@ from te_jax.ops._quantize_kernels import (
     shared_facts,
 )
 from te_jax.ops.quantize import quantize_requested
-from te_jax.quantized import QuantizedArray, facts_of
+from te_jax.quantized import QuantizedArray
 from te_jax.reference.norm import normalize, residual_sum
 from te_jax.reference.quantize import blocked_groups
 
@@ -72,7 +72,8 @@ class Normalized:
 def normalized(
     norm: Norm, x: Array, residual: Array | None, gamma: Array, beta: Array | None, request: Request | None
 ) -> Normalized:
-    """The norm by the native kernels, or by XLA where they would not save a pass.
+    """The norm by the native kernels, or by XLA where they would not save a pass, or would serve no recipe: where the
+    transposed copy, or the only one, has scales of 128×128 values.
 
     Args:
       norm: what to compute.
@@ -81,7 +82,7 @@ def normalized(
       request: how to quantize, without amax and dbias; None for a result in the dtype of x.
     """
     facts = shared_facts(request)
-    if request is not None and facts.in_blocks:
+    if request is not None and facts.in_blocks and request.facts[-1].outer_block == 1:
         return _in_blocks(norm, x, residual, gamma, beta, request)
     if request is not None and facts.by_tensor:
         return _in_tensor(norm, x, residual, gamma, beta, request)
@@ -98,7 +99,7 @@ def _in_blocks(
 ) -> Normalized:
     quantization = request.quantization
     # The first pass can write scales of 1×128 values of a row, which the features of no other row decide.
-    at_once = request.copies == "data" and facts_of(quantization.scaling).outer_block == 1
+    at_once = request.copies == "data"
     x, mean, rstd, _, *arrays = _first_pass(norm, x, residual, gamma, beta, request, in_blocks=at_once)
     if at_once:
         return Normalized(quantized_array(x, (*arrays, None, None), request), x, mean, rstd)

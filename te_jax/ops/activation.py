@@ -232,7 +232,7 @@ def _activation(
         return jax.checkpoint(functools.partial(activated, function), prevent_cse=False)(gate, up)
     implementation = options.pop("implementation")
     request, amax = as_request(name, gate, quantization, **options)
-    use_native = native.use_native(implementation) and gate.size > 0
+    use_native = native.use_native(implementation, dtype=gate.dtype) and gate.size > 0
     parts = activate_quantized(function, gate, up, amax, request, use_native)
     reason = (
         f"te_jax.ops.{operation} has no derivative with quantization, because that of rounding is zero: leave "

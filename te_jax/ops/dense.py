@@ -166,7 +166,7 @@ def dense(
         ys = tuple(traced(multiplied_as_it_is, (layer, function), as_it_is, weight) for weight in each)
         ys = left_plain(_NAME, ys, kernels, obstacle)
     else:
-        codecs = codecs_of(_NAME, recipe, implementation)
+        codecs = codecs_of(_NAME, recipe, implementation, np.dtype(x.dtype))
         layer = LocalProducts(codecs=codecs, state_axis=axis_names, activation=function, **options)
         ys = traced(multiplied_in_fp8, layer, *operands)
     return ys if several else ys[0]

@@ -138,7 +138,7 @@ def gated_mlp(
         validate_fp8(operand, name, weight, shape, recipe, kernel_contracting)
     layer = LocalProducts(
         name="te_jax.ops.gated_mlp",
-        codecs=codecs_of("te_jax.ops.gated_mlp", recipe, implementation),
+        codecs=codecs_of("te_jax.ops.gated_mlp", recipe, implementation, np.dtype(x.dtype)),
         dtype=np.dtype(x.dtype),
         accumulate=as_flag("accumulate", accumulate),
         state_axis=axis_names,

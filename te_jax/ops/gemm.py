@@ -159,9 +159,7 @@ def gemm(
         chosen = "reference"  # nothing to multiply is nothing for a kernel
     use_native = chosen == "native"
     fp8, scaling = a.scaling is not None, facts_of(a.scaling)
-    product_dtype = np.dtype(np.float32)
-    if use_native:
-        product_dtype = dtype if fp8 else allowed_dtype(a.values.dtype, dtype)
+    product_dtype = allowed_dtype(a.values.dtype, dtype) if use_native else np.dtype(np.float32)
     reads, reuses = as_flag("accumulate", accumulate), use_native and product_dtype == dtype
     spec = GemmSpec(
         a_outer_ndim=len(a.outer),

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from te_jax import native, reference, sharding
 from te_jax._core.platforms import by_platform
-from te_jax._core.types import FP8_ALIGNMENT, MX_BLOCK
+from te_jax._core.types import FP8, FP8_ALIGNMENT, MX_BLOCK
 from te_jax.quantized import Facts, one_copy
 from te_jax.reference.gemm import epilogue
 
@@ -149,7 +149,9 @@ def algorithm_for(algorithm: Algorithm, scaling: Facts) -> Algorithm:
 
 
 def allowed_dtype(operand_dtype: np.dtype, wanted: np.dtype) -> np.dtype:
-    """The dtype nearest to the wanted one that products of plain operands can have."""
+    """The dtype nearest to the wanted one that native products of such operands, FP8 or plain, can have."""
+    if operand_dtype in FP8:
+        return wanted if native.takes(wanted) else _FLOAT32
     return wanted if wanted in (operand_dtype, _FLOAT32) else _FLOAT32
 
 

@@ -224,7 +224,7 @@ def _norm(
             f"copies is {copies!r}, but there is no quantization, of which it says the copies: leave it out"
         )
     operands = (x, residual, scale, bias)
-    if use_native := native.use_native(implementation) and x.size > 0:
+    if use_native := native.use_native(implementation, dtype=x.dtype) and x.size > 0:
         operands = reverse_mode_only(operands, _refusal(operation))
     y, total = _normalize(*operands, norm, zero_centered, request, operation if use_native else None)
     return y if residual is None else (y, total)

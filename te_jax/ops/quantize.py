@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from te_jax import native, reference, sharding
@@ -127,7 +128,7 @@ def quantize(
     request, amax = as_request(
         "x", x, quantization, row_ndim, copies, amax, amax_axis, with_amax=with_amax, with_dbias=with_dbias
     )
-    use_native = _use_native(implementation, request) and x.size > 0
+    use_native = _use_native(implementation, request, x.dtype) and x.size > 0
     operands = jax.tree.map(lambda operand: reverse_mode_only(operand, _NO_DERIVATIVE), (x, amax))
     parts = _quantize_once(*operands, request, use_native, as_flag("straight_through", straight_through))
     wanted = tuple(part for part in parts if part is not None)
@@ -150,12 +151,12 @@ def quantize_parts(
     request, amax = as_request(
         "x", x, quantization, row_ndim, copies, amax, amax_axis, with_amax=with_amax, with_dbias=with_dbias
     )
-    return quantize_requested(x, amax, request, _use_native(implementation, request) and x.size > 0)
+    return quantize_requested(x, amax, request, _use_native(implementation, request, x.dtype) and x.size > 0)
 
 
-def _use_native(implementation: native.Implementation | None, request: Request) -> bool:
+def _use_native(implementation: native.Implementation | None, request: Request, dtype: np.dtype) -> bool:
     if all(facts.native for facts in request.facts):
-        return native.use_native(implementation)
+        return native.use_native(implementation, dtype=dtype)
     native.validate_implementation(implementation)
     if implementation == "native":
         raise native.NativeUnavailableError(

@@ -85,7 +85,7 @@ def softmax_cross_entropy(
         f"pass the device's shard of the vocabulary, by in_specs such as P(None, {vocab_axis!r}), or vocab_axis=None"
     )
     sharding.validate_split("logits", logits, split.vocab_axis, remedy, "vocab_axis")
-    if use_native := native.use_native(implementation):
+    if use_native := native.use_native(implementation, dtype=logits.dtype):
         logits = reverse_mode_only(logits, _REVERSE_MODE)
     return _softmax_cross_entropy(logits, labels, split, reduction, use_native)
 

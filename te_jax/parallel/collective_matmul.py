@@ -323,7 +323,7 @@ def prepared(
     _validate_split(spec, x, kernels)
     products = CollectiveProducts(
         name=name,
-        codecs=codecs_of(name, recipe, implementation),
+        codecs=codecs_of(name, recipe, implementation, spec.x_dtype),
         dtype=spec.x_dtype,
         spec=spec,
         accumulate=as_flag("accumulate", accumulate),

@@ -76,7 +76,7 @@ def run(x, quantization, implementation="native", **options):
         ((16384, 8192), "bfloat16"),
         ((4112, 11008), "bfloat16"),  # the last tiles are partial
         ((4096, 14336), "float32"),
-        ((2000, 3333), "float16"),  # rows start at every alignment
+        ((2000, 3333), "bfloat16"),  # rows start at every alignment
         ((1, 100000), "bfloat16"),
         ((100000, 1), "float32"),
         ((8, 131072), "bfloat16"),
@@ -96,7 +96,7 @@ def test_large_tensors(quantization, shape, dtype, rng):
         ((64, 512, 2048), "bfloat16"),
         ((7, 1040, 2064), "bfloat16"),  # the last tiles are partial
         ((300, 144, 272), "float32"),
-        ((33, 200, 333), "float16"),  # examples start at every alignment
+        ((33, 200, 333), "bfloat16"),  # examples start at every alignment
         ((70000, 3, 5), "float32"),
         ((2, 8192, 4096), "bfloat16"),
     ],

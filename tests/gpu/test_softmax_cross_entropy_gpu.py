@@ -36,7 +36,7 @@ def expected_row(row, label, smoothing=0.0):
     return lse - (1 - smoothing) * z[label] - smoothing * z.mean(), gradient
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 2, 7, 133])
 @pytest.mark.parametrize("vocab", [262144, 128256, 151937, 50257])
 def test_few_rows_of_a_large_vocabulary(vocab, rows, dtype, rng):
@@ -53,9 +53,7 @@ def test_few_rows_of_a_large_vocabulary(vocab, rows, dtype, rng):
     for row in {0, rows // 2, rows - 1}:
         loss, slope = expected_row(logits[row], int(labels[row]), smoothing=0.1)
         assert_close(losses[row], loss, dtype="float32")
-        # Near 1/vocab float16 has no more than a few bits: relative to its smallest step there.
-        tolerance = 2e-2 if dtype == "float16" else None
-        assert_close(gradient[row], float(weights[row]) * slope, dtype=dtype, tolerance=tolerance)
+        assert_close(gradient[row], float(weights[row]) * slope, dtype=dtype)
 
 
 @pytest.mark.parametrize("vocab", [262144, 50257, 257])
@@ -163,7 +161,7 @@ _HASHES = """
 def test_cuda_graphs_do_not_change_a_bit():
     """With command buffers that take custom calls, with the default, and with none: the same losses and gradients."""
     seed = int.from_bytes(os.urandom(4), "little")
-    cases = [(64, 512, "float32", seed), (3, 100003, "bfloat16", seed), (16, 33000, "float16", seed)]
+    cases = [(64, 512, "float32", seed), (3, 100003, "bfloat16", seed), (16, 33000, "bfloat16", seed)]
     digests = cuda_graphs.outputs(_HASHES.format(cases=cases))
     assert len(set(digests.values())) == 1, (seed, digests)
 

@@ -41,7 +41,8 @@ MOST_BYTES = 2**19  # of an array, so that calls are short
 F32, BF16, F16 = (np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 S32, U8 = np.dtype(np.int32), np.dtype(np.uint8)
-PLAIN = (F32, BF16, F16)
+PLAIN = (F32, BF16, F16)  # of operands of products
+WIDE = (F32, BF16)  # of all else
 OTHERS = (np.dtype(np.bool_), np.dtype(np.int8), np.dtype(np.uint32), np.dtype(jnp.float8_e4m3b11fnuz),
           np.dtype(jnp.int4), np.dtype(np.complex64))  # fmt: skip
 
@@ -141,7 +142,7 @@ def gemm(draw: Draw) -> Call:
     outers = draw.shape(2), (draw.extent(),) if in_blocks else draw.shape(2)
     summed = (draw.extent(),) if in_blocks else draw.shape(2)
     m, n, k = (math.prod(group) for group in (*outers, summed))
-    types, dtype = scaled_types(draw, scaling), draw.one(PLAIN)
+    types, dtype = scaled_types(draw, scaling), draw.one(PLAIN if scaling == "none" else WIDE)
     first = [scaling == "none" and draw.chance(0.5) for _ in outers]
     operands = [
         ((*batch, *summed, *outer) if summed_first else (*batch, *outer, *summed), type_)
@@ -183,7 +184,7 @@ def gemm_sum(draw: Draw) -> Call:
         scales = (scale_count("block", m, k),), (scale_count("block", n, k, square=True),)
         operands += [((m, k), types[0]), ((n, k), types[1]), *((shape, F32) for shape in scales)]
     operands += [((0,), F32)] * (12 - len(operands))
-    return Call("te_gemm_sum", operands, [((m, n), draw.one(PLAIN))], {})
+    return Call("te_gemm_sum", operands, [((m, n), draw.one(WIDE))], {})
 
 
 def grouped_gemm(draw: Draw) -> Call:
@@ -191,7 +192,7 @@ def grouped_gemm(draw: Draw) -> Call:
     plain, batch, sums = scaling == "none", draw.shape(1), draw.chance(0.5)
     groups, parts = draw.one([0, 1, 2, 5]), 1 if sums else draw.one([1, 1, 2, 3])
     rows, wide, n = draw.extent() * parts, draw.extent(), draw.extent()
-    (m, k), types, dtype = (wide, rows) if sums else (rows, wide), scaled_types(draw, scaling), draw.one(PLAIN)
+    (m, k), types, dtype = (wide, rows) if sums else (rows, wide), scaled_types(draw, scaling), draw.one(WIDE)
     b_summed_first = plain if sums else plain and draw.chance(0.5)
     a = (k, m) if sums and plain else (m, k)
     b = (k, n) if b_summed_first else (n, k)
@@ -218,7 +219,7 @@ def grouped_gemm(draw: Draw) -> Call:
 def quantization(draw: Draw) -> Call:
     batch, row, col = draw.shape(1), draw.shape(2), draw.shape(2)
     examples, rows, cols = (math.prod(group) for group in (batch, row, col))
-    x = ((*batch, *row, *col), draw.one(PLAIN))
+    x = ((*batch, *row, *col), draw.one(WIDE))
     attributes: dict[str, Any] = {"row_ndim": len(row), "batch_ndim": len(batch)}
 
     def floats(count: int) -> Array:
@@ -264,7 +265,7 @@ def quantization(draw: Draw) -> Call:
 def activation(draw: Draw) -> Call:
     batch, row, col = draw.shape(1), draw.shape(2), draw.shape(2)
     examples, rows, cols = (math.prod(group) for group in (batch, row, col))
-    gate, absent = ((*batch, *row, *col), draw.one(PLAIN)), ((0,), F32)
+    gate, absent = ((*batch, *row, *col), draw.one(WIDE)), ((0,), F32)
     up = gate if draw.chance(0.7) else absent
     gated = math.prod(up[0]) > 0
     attributes: dict[str, Any] = {
@@ -338,7 +339,7 @@ def activation(draw: Draw) -> Call:
 def norm(draw: Draw) -> Call:
     batch, row, cols = draw.shape(1), draw.shape(2), draw.extent()
     examples, rows = math.prod(batch), math.prod(row)
-    x, absent = ((*batch, *row, cols), draw.one(PLAIN)), ((0,), F32)
+    x, absent = ((*batch, *row, cols), draw.one(WIDE)), ((0,), F32)
     centered = draw.chance(0.5)
     attributes: dict[str, Any] = {
         "epsilon": np.float32(draw.one([0.0, 1e-6])),
@@ -375,16 +376,17 @@ def norm(draw: Draw) -> Call:
     if family == "te_norm_tensor":
         results = [data, transposed, scales(data, 1), scales(transposed, 1), present(draw, floats(1))]
         return Call(family, [*operands, floats(1)], results, attributes)
-    square = [draw.chance(0.5), draw.chance(0.5)]
-    counts = blocks(cols) * (blocks(rows) if square[0] else rows), blocks(rows) * (blocks(cols) if square[1] else cols)
-    attributes |= {"data_128x128": square[0], "transposed_128x128": square[1]}
+    square = draw.chance(0.5)
+    attributes |= {"data_128x128": square, "transposed_128x128": False}
+    transposed = (shapes[1], code)
+    counts = blocks(cols) * (blocks(rows) if square else rows), blocks(rows) * cols
     results = [data, scales(data, counts[0]), transposed, scales(transposed, counts[1])]
     return Call(family, operands, results, attributes)
 
 
 def cross_entropy(draw: Draw) -> Call:
     lead, columns = draw.shape(2), draw.extent()
-    logits = ((*lead, columns), draw.one(PLAIN))
+    logits = ((*lead, columns), draw.one(WIDE))
     labels, row = (lead, S32), (lead, F32)
     attributes = {"softcap": np.float32(draw.one([0.0, 30.0])), "padding": draw.one([0, 0, 1, columns - 1, *INTEGERS])}
     aliases = {0: 0} if draw.chance(0.5) else {}
@@ -441,7 +443,7 @@ def collective(draw: Draw) -> Call:
         "summed_first": summed_first,
         "timeout": np.float32(30.0),
     }
-    types, dtype = scaled_types(draw, scaling), draw.one(PLAIN)
+    types, dtype = scaled_types(draw, scaling), draw.one(PLAIN if scaling == "none" else WIDE)
     pieces, rows, absent = draw.extent(), draw.extent(), ((0,), F32)
     workspace = ((512,), U8)  # XLA leaves out a call on several devices of which no result has elements
 

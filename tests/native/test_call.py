@@ -111,7 +111,7 @@ ROW = jnp.zeros(3)
         (lambda: statistics(LOGITS, LABELS.astype(jnp.uint32)), "labels is U32[3]; it must be of type S32"),
         (lambda: statistics(LOGITS, LABELS.astype(jnp.float32)), "labels is F32[3]; it must be of type S32"),
         (lambda: statistics(LOGITS, LABELS[:2]), "labels is S32[2]; it must have 3 elements"),
-        (lambda: statistics(LOGITS.astype(jnp.int32), LABELS), "logits is S32[3,5]; it must be float32, bfloat16 or"),
+        (lambda: statistics(LOGITS.astype(jnp.int32), LABELS), "logits is S32[3,5]; it must be float32 or bfloat16"),
         (lambda: statistics(jnp.zeros((3, 0)), LABELS), "logits is F32[3,0]; it must have a vocabulary"),
         (lambda: statistics(jnp.float32(0), LABELS), "logits is F32[]; it must have a vocabulary"),
         (lambda: statistics(LOGITS, LABELS, (f32(3), f32(4), f32(3))), "target is F32[4]; it must have 3 elements"),

@@ -9,8 +9,9 @@ import numpy as np
 from ops.gemm_oracle import matrix
 from ops.quantize_oracle import E5M2, quantization_of
 from ops.quantize_oracle import oracle as quantized_by_numpy
+from parameters import named
 
-from te_jax import ops
+from te_jax import native, ops
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
 from te_jax.ops._quantize_kernels import Request
 from te_jax.quantized import QuantizedArray
@@ -156,7 +157,7 @@ def check_result(kind, gate, up, quantization, implementation, *, row_ndim=None,
     def both(operands, amax):
         quantized = run(
             *operands, quantization=quantization, row_ndim=row_ndim, copies=copies, amax=amax, with_amax=True,
-            implementation=implementation,
+            implementation=named(implementation, gate.dtype),
         )  # fmt: skip
         return quantized, run(*operands)
 
@@ -172,7 +173,7 @@ def check_weighted_result(function, gate, up, weights, quantization, use_native,
     """A result with weights of rows in FP8 against float64; returns it."""
     wanted = request(quantization, row_ndim=row_ndim, copies=copies)
     run = jax.jit(activate_quantized, static_argnums=(0, 4, 5))
-    found = run(function, gate, up, None, wanted, use_native, weights).array
+    found = run(function, gate, up, None, wanted, use_native and native.takes(gate.dtype), weights).array
     expected = oracle(function.kind, gate, up, weights=weights, **_options(function)).y
     assert_quantized_from(found, expected.astype(gate.dtype), quantization, row_ndim=row_ndim)
     return found
@@ -192,6 +193,7 @@ def check_gradients(
     wanted = request(gradient, row_ndim=row_ndim, copies=copies, with_amax=with_amax, with_dbias=True)
     if up is None:
         amaxes = (amaxes[0], None, amaxes[2])
+    use_native = use_native and native.takes(gate.dtype)
     run = jax.jit(activation_gradients_quantized, static_argnums=(0, 7, 8, 9))
     found = run(function, gate, up, dy, *amaxes, wanted, activation, use_native, weights)
     expected = oracle(function.kind, gate, up, dy, weights=weights, **_options(function))

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from parameters import named
 
 from te_jax import ops
 from te_jax.ops import CrossEntropy
@@ -127,7 +128,7 @@ def check(logits, labels, rng, *, implementation, reduction="mean", tolerance=No
     """Value and gradient, for a random cotangent, against the oracle. Returns both as they came."""
     shape = labels.shape if reduction == "none" else ()
     cotangent = rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape)
-    cotangent = np.asarray(cotangent, np.float32)
+    cotangent, implementation = np.asarray(cotangent, np.float32), named(implementation, logits.dtype)
     expected = oracle(logits, labels, reduction=reduction, cotangent=cotangent, **options)
     loss, gradient = loss_and_gradient_of(
         logits, labels, cotangent, reduction=reduction, implementation=implementation, **options

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from parameters import named
 
 from te_jax import ops
 from te_jax.quantized import QuantizedArray, scale_shape
@@ -163,7 +164,7 @@ def check(x, quantization, *, implementation, row_ndim=None, amax=None, copies="
         copies=copies,
         with_amax=True,
         with_dbias=True,
-        implementation=implementation,
+        implementation=named(implementation, x.dtype),
     )
     assert_quantized(quantized, expected)
     assert quantized.shape == x.shape

@@ -112,7 +112,7 @@ def head_of(
     remedy = f"pass the device's shard of the vocabulary, by in_specs such as {spec}, or vocab_axis=None"
     sharding.validate_split("kernel", operands.kernel, axes, remedy, "vocab_axis")
     recipes = None if recipe is None else _recipes(recipe, fp8_products)
-    by_kernels = native.use_native(implementation)
+    by_kernels = native.use_native(implementation, dtype=operands.x.dtype)
 
     def chosen(recipe: Recipe | None) -> native.Implementation:
         if recipe is not None:
@@ -121,7 +121,7 @@ def head_of(
 
     layer = LocalProducts(
         name=name,
-        codecs=codecs_of(name, recipes, implementation, chosen),
+        codecs=codecs_of(name, recipes, implementation, operands.x.dtype, chosen),
         dtype=np.dtype(operands.x.dtype),
         accumulate=as_flag("accumulate", accumulate),
         kernel_contracting=kernel_contracting,

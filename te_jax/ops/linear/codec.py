@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 from jax import Array
 
 from te_jax import native
@@ -114,6 +115,7 @@ def codecs_of(
     name: str,
     recipe: Recipe | None,
     implementation: native.Implementation | None,
+    dtype: np.dtype,
     chosen: Callable[[Recipe | None], native.Implementation] | None = None,
 ) -> Codecs:
     """The codecs of a layer.
@@ -121,6 +123,7 @@ def codecs_of(
     Args:
       name: of the public function.
       recipe, implementation: of the layer.
+      dtype: of its input.
       chosen: the implementation of products by a recipe, or of plain ones; None for those of one device.
 
     Raises:
@@ -137,7 +140,10 @@ def codecs_of(
             product = (chosen or of_one_device)(None)
             return Codec(name=name, recipe=one.recipe, implementation=product, is_read_back=True)
         product = (chosen or of_one_device)(one)
-        return Codec(name=name, recipe=one, implementation=product, by_kernels=native.use_native(implementation))
+        # Without a recipe there is nothing to quantize, and products are native in more dtypes than quantization.
+        named = None if one is None and product == "native" else implementation
+        by_kernels = native.use_native(named, dtype=dtype)
+        return Codec(name=name, recipe=one, implementation=product, by_kernels=by_kernels)
 
     recipes = dict.fromkeys(PRODUCTS) if recipe is None else recipe.by_product
     codecs = {one: codec(one) for one in dict.fromkeys(recipes.values())}

@@ -15,6 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
+from te_jax import native
 from te_jax._core.derivatives import not_differentiated
 from te_jax._core.types import PyTree
 from te_jax.ops._activation_kernels import activate_quantized, activation_gradients_quantized
@@ -44,7 +45,7 @@ class GatedMLP:
     preactivation: str = "te_dense_preactivation"
 
     def use_native(self, x: Array) -> bool:
-        return self.down.codecs[0].by_kernels and x.size > 0
+        return self.down.codecs[0].by_kernels and native.takes(x.dtype) and x.size > 0
 
     def once(self, *operands: Array | None) -> PyTree:
         return not_differentiated(operands, self.down.once)

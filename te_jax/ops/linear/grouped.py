@@ -151,7 +151,7 @@ def grouped_codecs(
             return implementation_for(implementation, recipe, problem, by_xla=False)
         return "native" if grouped_native(implementation, problem) else "reference"
 
-    return codecs_of(NAME, recipe, implementation, chosen)
+    return codecs_of(NAME, recipe, implementation, x.dtype, chosen)
 
 
 def problem_of(recipe: Recipe | None, x: Quantizable, kernels: tuple[Quantizable, ...]) -> str | None:
@@ -220,5 +220,5 @@ def _gathered(
     else:
         index = group.permutation.choices // group.permutation.rows.shape[-1]
     x = not_differentiated(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), products.once)
-    use_native = codec.implementation == "native" and x.size > 0 and index.size > 0
+    use_native = codec.implementation == "native" and native.takes(x.dtype) and x.size > 0 and index.size > 0
     return quantize_rows(x, index, codec.quantization(role, products.kernel_contracting), copies, use_native)

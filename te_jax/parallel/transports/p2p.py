@@ -207,8 +207,8 @@ def _scatter_buffers(spec: CollectiveSpec, xs, kernels, bias: Array | None) -> l
 
 
 def _product_dtype(spec: CollectiveSpec, x: GemmOperand) -> np.dtype:
-    """The dtype that a GEMM writes: of plain operands their own or float32, of quantized ones any."""
-    return allowed_dtype(x.data.dtype, spec.out_dtype) if x.scaling.is_plain else spec.out_dtype
+    """The dtype that a GEMM writes."""
+    return allowed_dtype(x.data.dtype, spec.out_dtype)
 
 
 def _workspace(x: GemmOperand, streams: int) -> jax.ShapeDtypeStruct:
