@@ -34,22 +34,12 @@ class Operands {
   size_t argument_ = 0, result_ = 0;
 };
 
-// The attributes of both calls.
-struct Attributes {
-  std::string_view algorithm;
-  int64_t call;
-  bool fast_accumulation;
-  int64_t group_size;
-  Places groups;       // of devices, group after group
-  bool keep_gathered;  // of an all-gather: all of x is a result
-  std::string_view name;
-  int64_t products;
-  bool put;  // of an all-gather: devices write to their peers
-  std::string_view scaling;
-  int64_t shared_bytes;  // that a call needs of every segment, where several processes drive the devices of a group
-  bool summed_first;     // weights are [k, n]
-  float timeout;         // in seconds
-};
+// The attributes of both calls. Groups are of devices, group after group. Of an all-gather, keep_gathered makes all of
+// x a result, and put lets devices write to their peers. shared_bytes are what a call needs of every segment, where
+// several processes drive the devices of a group. Weights are [k, n] with summed_first. The timeout is in seconds.
+TE_JAX_ATTRIBUTES(Attributes, std::string_view algorithm, name, scaling; Places groups;
+                  int64_t call, group_size, products, shared_bytes;
+                  bool fast_accumulation, keep_gathered, put, summed_first; float timeout);
 
 ffi::ErrorOr<Group> GroupOf(const Attributes& attributes, int64_t run, int32_t device) {
   const auto refused = [&](const std::string& why) {
@@ -332,19 +322,14 @@ auto InitializeBinding() {
 }  // namespace
 }  // namespace te::collective_gemm
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te::collective_gemm::Attributes, StructMember<std::string_view>("algorithm"),
-                                      StructMember<int64_t>("call"), StructMember<bool>("fast_accumulation"),
-                                      StructMember<int64_t>("group_size"), StructMember<Span<const int64_t>>("groups"),
-                                      StructMember<bool>("keep_gathered"), StructMember<std::string_view>("name"),
-                                      StructMember<int64_t>("products"), StructMember<bool>("put"),
-                                      StructMember<std::string_view>("scaling"), StructMember<int64_t>("shared_bytes"),
-                                      StructMember<bool>("summed_first"), StructMember<float>("timeout"));
-
 // Not compatible with command buffers: waits for other devices' events cannot be captured on one device alone.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm, te::collective_gemm::ExecuteAllGather,
                               te::collective_gemm::ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_reduce_scatter, te::collective_gemm::ExecuteReduceScatter,
                               te::collective_gemm::ExecuteBinding());
+
+extern "C" const char* te_all_gather_gemm_names() { return ""; }
+extern "C" const char* te_gemm_reduce_scatter_names() { return ""; }
 
 #ifdef TE_JAX_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_all_gather_gemm_initialize, te::collective_gemm::InitializeAllGather,

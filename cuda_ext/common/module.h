@@ -9,7 +9,10 @@
 #include "xla/ffi/api/c_api.h"
 
 #define TE_JAX_DECLARE(target) extern "C" XLA_FFI_Error* target(XLA_FFI_CallFrame*);
+#define TE_JAX_DECLARE_NAMES(target) extern "C" const char* target##_names();
 TE_JAX_TARGETS(TE_JAX_DECLARE)
+TE_JAX_TARGETS(TE_JAX_DECLARE_NAMES)
+#undef TE_JAX_DECLARE_NAMES
 #ifdef TE_JAX_CUDA
 #define TE_JAX_DECLARE_INITIALIZE(target) TE_JAX_DECLARE(target##_initialize)
 TE_JAX_INITIALIZED_TARGETS(TE_JAX_DECLARE_INITIALIZE)
@@ -53,6 +56,15 @@ inline nanobind::dict Registrations() {
   return targets;
 }
 
+// {target name: "(operands) -> (results)"}, empty where their number depends on attributes.
+inline nanobind::dict Buffers() {
+  nanobind::dict names;
+#define TE_JAX_ADD(target) names[#target] = target##_names();
+  TE_JAX_TARGETS(TE_JAX_ADD)
+#undef TE_JAX_ADD
+  return names;
+}
+
 // Facts for error messages and `te-jax doctor`.
 inline nanobind::dict BuildFacts() {
   nanobind::dict facts;
@@ -64,6 +76,7 @@ inline nanobind::dict BuildFacts() {
 
 inline void DefineModule(nanobind::module_& module) {
   module.def("registrations", &Registrations);
+  module.def("buffers", &Buffers);
   module.attr("ffi_api") = nanobind::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 }
 

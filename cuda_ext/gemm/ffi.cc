@@ -6,7 +6,16 @@ namespace te::gemm {
 namespace {
 
 using ffi::AnyBuffer;
-using Result = ffi::Result<AnyBuffer>;
+
+TE_JAX_ATTRIBUTES(Attributes, int64_t a_outer_ndim, b_outer_ndim; bool a_summed_first, b_summed_first;
+                  std::string_view scaling; bool gelu, accumulate, fast_accumulation; std::string_view algorithm);
+
+TE_JAX_CALL(Call, (a, b, a_scale_inv, b_scale_inv, bias, accumulator), (d, preactivation, workspace));
+// Of up to three pairs, the last of which may be empty.
+TE_JAX_CALL(SumCall,
+            (a, b, a_scale_inv, b_scale_inv, second_a, second_b, second_a_scale_inv, second_b_scale_inv, third_a,
+             third_b, third_a_scale_inv, third_b_scale_inv),
+            (d));
 
 constexpr std::string_view kName = "te_gemm", kSumName = "te_gemm_sum";
 
@@ -36,68 +45,75 @@ std::optional<Groups> DecodeGroups(Rules& rules, std::string_view name, const An
   return groups;
 }
 
-std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer a_scales, AnyBuffer b_scales,
-                              AnyBuffer bias, AnyBuffer accumulator, Result d, Result preactivation, Result workspace,
-                              int64_t a_outer_ndim, int64_t b_outer_ndim, bool a_summed_first, bool b_summed_first,
-                              std::string_view scaling, bool gelu, bool accumulate, bool fast_accumulation,
-                              std::string_view algorithm) {
+std::optional<Problem> Decode(Rules& rules, const Call& call, const Attributes& attributes) {
   Problem problem{};
-  DecodeKind(rules, {"a", a}, {"b", b}, {"d", *d}, scaling, algorithm, problem);
-  const std::optional<int64_t> batch_ndim = DimensionsBeside({a_outer_ndim, b_outer_ndim}, *d);
-  rules.That(batch_ndim.has_value(), "d", *d, "have the outer dimensions of a and of b");
+  DecodeKind(rules, {"a", call.a}, {"b", call.b}, {"d", call.d}, attributes.scaling, attributes.algorithm, problem);
+  const std::optional<int64_t> batch_ndim =
+      DimensionsBeside({attributes.a_outer_ndim, attributes.b_outer_ndim}, call.d);
+  rules.That(batch_ndim.has_value(), "d", call.d, "have the outer dimensions of a and of b");
   if (rules.broken()) return std::nullopt;
-  const int64_t batch = CountOf(SizesOf(*d).first(*batch_ndim));
-  const auto left = DecodeGroups(rules, "a", a, *batch_ndim, batch, a_outer_ndim, a_summed_first);
-  const auto right = DecodeGroups(rules, "b", b, *batch_ndim, batch, b_outer_ndim, b_summed_first);
+  const int64_t batch = CountOf(SizesOf(call.d).first(*batch_ndim));
+  const auto left =
+      DecodeGroups(rules, "a", call.a, *batch_ndim, batch, attributes.a_outer_ndim, attributes.a_summed_first);
+  const auto right =
+      DecodeGroups(rules, "b", call.b, *batch_ndim, batch, attributes.b_outer_ndim, attributes.b_summed_first);
   if (rules.broken()) return std::nullopt;
   problem.m = left->outer;
   problem.n = right->outer;
   problem.k = left->summed;
   if (right->summed != problem.k) {
-    rules.That(false, "b", b, "sum over " + std::to_string(problem.k) + " values, as a does");
+    rules.That(false, "b", call.b, "sum over " + std::to_string(problem.k) + " values, as a does");
   }
   const int64_t d_count = CountOf({batch, problem.m, problem.n});
-  rules.Elements(d_count, "d", *d);
+  rules.Elements(d_count, "d", call.d);
 
   const bool plain = problem.scaling == Scaling::kNone;
-  rules.That(plain || !(a_summed_first || b_summed_first), "a", a, "have its summed dimensions last with scaling");
+  rules.That(plain || !(attributes.a_summed_first || attributes.b_summed_first), "a", call.a,
+             "have its summed dimensions last with scaling");
   if (problem.scaling == Scaling::kBlock) {
-    rules.That(left->summed_in_blocks, "a", a, "have a last summed dimension of a multiple of 128");
-    rules.That(right->outer_in_blocks, "b", b, "have a last outer dimension of a multiple of 128");
+    rules.That(left->summed_in_blocks, "a", call.a, "have a last summed dimension of a multiple of 128");
+    rules.That(right->outer_in_blocks, "b", call.b, "have a last outer dimension of a multiple of 128");
   }
   const int64_t a_count = ScaleCount(problem, problem.m, false), b_count = ScaleCount(problem, problem.n, true);
-  rules.Type(ffi::F32, "a_scale_inv", a_scales).Elements(CountOf({batch, a_count}), "a_scale_inv", a_scales);
-  rules.Type(ffi::F32, "b_scale_inv", b_scales).Elements(CountOf({batch, b_count}), "b_scale_inv", b_scales);
+  rules.Type(ffi::F32, "a_scale_inv", call.a_scale_inv)
+      .Elements(CountOf({batch, a_count}), "a_scale_inv", call.a_scale_inv);
+  rules.Type(ffi::F32, "b_scale_inv", call.b_scale_inv)
+      .Elements(CountOf({batch, b_count}), "b_scale_inv", call.b_scale_inv);
 
   auto optional = [&](std::string_view name, const AnyBuffer& buffer, int64_t count) {
-    if (CountOf(buffer) != 0) rules.Type(d->element_type(), name, buffer).Elements(count, name, buffer);
+    if (CountOf(buffer) != 0) rules.Type(call.d.element_type(), name, buffer).Elements(count, name, buffer);
   };
-  optional("bias", bias, CountOf({batch, problem.n}));
-  optional("accumulator", accumulator, d_count);
-  optional("preactivation", *preactivation, d_count);
-  const bool has_bias = CountOf(bias) != 0;
-  rules.That(!gelu || plain || problem.scaling == Scaling::kTensor, "d", *d,
+  optional("bias", call.bias, CountOf({batch, problem.n}));
+  optional("accumulator", call.accumulator, d_count);
+  optional("preactivation", call.preactivation, d_count);
+  const bool has_bias = CountOf(call.bias) != 0;
+  rules.That(!attributes.gelu || plain || problem.scaling == Scaling::kTensor, "d", call.d,
              "come without gelu with row or block scaling");
-  rules.That(!gelu || problem.algorithm != Algorithm::kTeJax, "d", *d, "come without gelu with algorithm te_jax");
-  rules.That(!gelu || problem.d_type != Type::kFloat32, "d", *d, "be of 16 bits for gelu");
-  rules.That(gelu || CountOf(*preactivation) == 0, "preactivation", *preactivation, "come with gelu");
-  rules.That(problem.scaling != Scaling::kTensor || problem.d_type != Type::kFloat32 || !has_bias, "bias", bias,
+  rules.That(!attributes.gelu || problem.algorithm != Algorithm::kTeJax, "d", call.d,
+             "come without gelu with algorithm te_jax");
+  rules.That(!attributes.gelu || problem.d_type != Type::kFloat32, "d", call.d, "be of 16 bits for gelu");
+  rules.That(attributes.gelu || CountOf(call.preactivation) == 0, "preactivation", call.preactivation,
+             "come with gelu");
+  rules.That(problem.scaling != Scaling::kTensor || problem.d_type != Type::kFloat32 || !has_bias, "bias", call.bias,
              "be absent where tensors in FP8 give float32");
-  rules.That(!accumulate || d_count == 0 || CountOf(accumulator) != 0, "accumulator", accumulator,
+  rules.That(!attributes.accumulate || d_count == 0 || CountOf(call.accumulator) != 0, "accumulator", call.accumulator,
              "be there with accumulate");
-  rules.That(!accumulate || !(has_bias || gelu), "accumulator", accumulator, "come without bias and gelu");
-  const int64_t workspace_bytes = WorkspaceBytes(rules, *workspace);
+  rules.That(!attributes.accumulate || !(has_bias || attributes.gelu), "accumulator", call.accumulator,
+             "come without bias and gelu");
+  const int64_t workspace_bytes = WorkspaceBytes(rules, call.workspace);
   if (rules.broken()) return std::nullopt;
 
-  problem.a = {a.untyped_data(), Present<const float>(a_scales), problem.a.type, a_summed_first};
-  problem.b = {b.untyped_data(), Present<const float>(b_scales), problem.b.type, b_summed_first};
-  problem.fast_accumulation = fast_accumulation;
-  problem.gelu = gelu;
-  problem.bias = Present<const void>(bias);
-  problem.accumulator = accumulate ? Present<const void>(accumulator) : nullptr;
-  problem.preactivation = Present<void>(*preactivation);
-  problem.d = d->untyped_data();
-  problem.workspace = Present<void>(*workspace);
+  problem.a = {call.a.untyped_data(), Present<const float>(call.a_scale_inv), problem.a.type,
+               attributes.a_summed_first};
+  problem.b = {call.b.untyped_data(), Present<const float>(call.b_scale_inv), problem.b.type,
+               attributes.b_summed_first};
+  problem.fast_accumulation = attributes.fast_accumulation;
+  problem.gelu = attributes.gelu;
+  problem.bias = Present<const void>(call.bias);
+  problem.accumulator = attributes.accumulate ? Present<const void>(call.accumulator) : nullptr;
+  problem.preactivation = Present<void>(call.preactivation);
+  problem.d = call.d.untyped_data();
+  problem.workspace = Present<void>(call.workspace);
   problem.workspace_bytes = workspace_bytes;
   problem.batch = {batch,   problem.m * problem.k,    problem.n * problem.k, a_count,
                    b_count, has_bias ? problem.n : 0, problem.m * problem.n};
@@ -106,31 +122,12 @@ std::optional<Problem> Decode(Rules& rules, AnyBuffer a, AnyBuffer b, AnyBuffer 
 
 // Both stages take the same operands, results and attributes.
 template <Status (*kDo)(const Executor&, const Problem&)>
-struct Handle {
-  template <typename... Arguments>
-  ffi::Error operator()(PlatformValue platform, Arguments... arguments) const {
-    Rules rules(kName);
-    const std::optional<Problem> problem = Decode(rules, arguments...);
-    if (!problem) return rules.error();
-    if (problem->m == 0 || problem->n == 0 || problem->batch.count == 0) return ffi::Error::Success();
-    if (Status status = kDo(MakeExecutor(platform), *problem); !status.ok()) return ToError(kName, status);
-    return ffi::Error::Success();
-  }
-};
-
-// a, b, a_scale_inv, b_scale_inv, bias, accumulator -> d, preactivation, workspace
-template <ffi::ExecutionStage kStage>
-auto Binding() {
-  return Buffers<6, 3, kStage>()
-      .template Attr<int64_t>("a_outer_ndim")
-      .template Attr<int64_t>("b_outer_ndim")
-      .template Attr<bool>("a_summed_first")
-      .template Attr<bool>("b_summed_first")
-      .template Attr<std::string_view>("scaling")
-      .template Attr<bool>("gelu")
-      .template Attr<bool>("accumulate")
-      .template Attr<bool>("fast_accumulation")
-      .template Attr<std::string_view>("algorithm");
+ffi::Error Handle(PlatformValue platform, const Call& call, const Attributes& attributes) {
+  Rules rules(kName);
+  const std::optional<Problem> problem = Decode(rules, call, attributes);
+  if (!problem) return rules.error();
+  if (problem->m == 0 || problem->n == 0 || problem->batch.count == 0) return ffi::Error::Success();
+  return ToError(kName, kDo(MakeExecutor(platform), *problem));
 }
 
 // The operands of one GEMM of a sum: matrices a [m, k] and b [n, k] with scales of blocks.
@@ -163,40 +160,36 @@ std::optional<OperandPair> DecodePair(Rules& rules, const PairBuffers& pair, con
                      problem.k};
 }
 
-ffi::Error HandleSum(PlatformValue platform, AnyBuffer a, AnyBuffer b, AnyBuffer a_scales, AnyBuffer b_scales,
-                     AnyBuffer second_a, AnyBuffer second_b, AnyBuffer second_a_scales, AnyBuffer second_b_scales,
-                     AnyBuffer third_a, AnyBuffer third_b, AnyBuffer third_a_scales, AnyBuffer third_b_scales,
-                     Result d) {
+ffi::Error HandleSum(PlatformValue platform, const SumCall& call) {
   Rules rules(kSumName);
   Problem problem{};
-  std::optional<OperandPair> first = DecodePair(rules, {a, b, a_scales, b_scales}, *d, true, problem);
+  std::optional<OperandPair> first =
+      DecodePair(rules, {call.a, call.b, call.a_scale_inv, call.b_scale_inv}, call.d, true, problem);
   std::vector<OperandPair> more;
   const auto add = [&](std::string_view name, const PairBuffers& pair) {
     rules.Of(name);
-    if (const auto decoded = DecodePair(rules, pair, *d, false, problem)) more.push_back(*decoded);
+    if (const auto decoded = DecodePair(rules, pair, call.d, false, problem)) more.push_back(*decoded);
   };
-  if (first) add("second_", {second_a, second_b, second_a_scales, second_b_scales});
-  if (!rules.broken() && CountOf(third_a) != 0) {
-    add("third_", {third_a, third_b, third_a_scales, third_b_scales});
+  if (first) add("second_", {call.second_a, call.second_b, call.second_a_scale_inv, call.second_b_scale_inv});
+  if (!rules.broken() && CountOf(call.third_a) != 0) {
+    add("third_", {call.third_a, call.third_b, call.third_a_scale_inv, call.third_b_scale_inv});
   }
-  if (!rules.broken()) rules.Of("").Elements(CountOf({problem.m, problem.n}), "d", *d);
+  if (!rules.broken()) rules.Of("").Elements(CountOf({problem.m, problem.n}), "d", call.d);
   if (rules.broken()) return rules.error();
   if (problem.m == 0 || problem.n == 0) return ffi::Error::Success();
   problem.a = first->a, problem.b = first->b, problem.k = first->k;
-  problem.d = d->untyped_data();
+  problem.d = call.d.untyped_data();
   return ToError(kSumName, RunSum(MakeExecutor(platform), problem, more));
 }
 
 }  // namespace
 
-// For each of up to three pairs, the last of which may be empty: a, b, a_scale_inv, b_scale_inv -> d
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_sum, HandleSum, (Buffers<12, 1>()), {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm, Handle<Run>{}, Binding<ffi::ExecutionStage::kExecute>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+TE_JAX_DEFINE_TARGET(te_gemm_sum, HandleSum, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_gemm, Handle<Run>, ffi::Traits::kCmdBufferCompatible)
 
 #ifdef TE_JAX_CUDA
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_initialize, Handle<Prepare>{}, Binding<ffi::ExecutionStage::kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_gemm_initialize, HandlerOf<Handle<Prepare>>{},
+                              HandlerOf<Handle<Prepare>>::Binding<ffi::ExecutionStage::kInitialize>());
 #endif
 
 }  // namespace te::gemm

@@ -11,17 +11,27 @@ using ffi::AnyBuffer;
 using quantize::BlockScaling;
 using quantize::Copies;
 using quantize::TensorScaling;
-using Result = ffi::Result<AnyBuffer>;
+
+TE_JAX_ATTRIBUTES(Attributes, float epsilon; bool centered; int64_t row_ndim, batch_ndim);
+TE_JAX_ATTRIBUTES(AttributesOfScales, Attributes norm; bool power_of_two_scales);
+TE_JAX_ATTRIBUTES(AttributesOfBlocks, Attributes norm; quantize::BlockAttributes blocks);
+
+TE_JAX_CALL(NormCall, (x, residual, gamma, beta, reference_amax), (sum, mean, rstd, amax, data, scale_inv));
+TE_JAX_CALL(TensorCall, (x, gamma, beta, mean, rstd, amax),
+            (data, transposed, scale_inv, transposed_scale_inv, amax_out));
+TE_JAX_CALL(BlocksCall, (x, gamma, beta, mean, rstd), (data, scale_inv, transposed, transposed_scale_inv));
+TE_JAX_CALL(GradientCall, (x, dy, dsum, gamma, mean, rstd), (dx, dgamma_partial, dbeta_partial));
 
 // The attributes and operands that all handlers share.
 class Decoder : public quantize::Decoder {
  public:
-  Decoder(std::string_view operation, const AnyBuffer& x, const AnyBuffer& gamma, float epsilon, bool centered,
-          int64_t row_ndim, int64_t batch_ndim)
-      : quantize::Decoder(operation, x, row_ndim, batch_ndim), batch_ndim_(batch_ndim) {
+  Decoder(std::string_view operation, const AnyBuffer& x, const AnyBuffer& gamma, const Attributes& attributes)
+      : quantize::Decoder(operation, x, attributes.row_ndim, attributes.batch_ndim),
+        batch_ndim_(attributes.batch_ndim) {
+    const float epsilon = attributes.epsilon;
     rules().That(std::isfinite(epsilon) && epsilon >= 0, "x", x, "come with a finite epsilon of at least 0");
     inputs_.epsilon = epsilon;
-    inputs_.centered = centered;
+    inputs_.centered = attributes.centered;
     if (!rules().broken()) inputs_.gamma = Floats("gamma", gamma, cols());
   }
 
@@ -62,110 +72,74 @@ class Decoder : public quantize::Decoder {
   Inputs inputs_{};
 };
 
-ffi::Error HandleNorm(PlatformValue platform, AnyBuffer x, AnyBuffer residual, AnyBuffer gamma, AnyBuffer beta,
-                      AnyBuffer reference_amax, Result sum, Result mean, Result rstd, Result amax, Result data,
-                      Result scale_inv, float epsilon, bool centered, int64_t row_ndim, int64_t batch_ndim,
-                      bool power_of_two_scales) {
-  Decoder decoder("te_norm", x, gamma, epsilon, centered, row_ndim, batch_ndim);
-  decoder.Residual(residual);
-  decoder.Beta(beta);
+ffi::Error HandleNorm(PlatformValue platform, const NormCall& call, const AttributesOfScales& attributes) {
+  Decoder decoder("te_norm", call.x, call.gamma, attributes.norm);
+  decoder.Residual(call.residual);
+  decoder.Beta(call.beta);
   Outputs outputs{};
-  outputs.sum = const_cast<void*>(decoder.LikeX("sum", *sum, true));
-  outputs.statistics = decoder.StatisticsOf(*mean, *rstd);
+  outputs.sum = const_cast<void*>(decoder.LikeX("sum", call.sum, true));
+  outputs.statistics = decoder.StatisticsOf(call.mean, call.rstd);
   quantize::RowOutputs& rows = outputs.rows;
-  rows.amax = decoder.Floats("amax", *amax, 1, true);
-  const Copies copies = decoder.DataTo(*data, power_of_two_scales);
+  rows.amax = decoder.Floats("amax", call.amax, 1, true);
+  const Copies copies = decoder.DataTo(call.data, attributes.power_of_two_scales);
   rows.format = copies.format;
-  rows.power_of_two_scales = power_of_two_scales;
+  rows.power_of_two_scales = copies.power_of_two_scales;
   rows.data = copies.data;
-  rows.reference_amax = decoder.Floats("reference_amax", reference_amax, 1, true);
+  rows.reference_amax = decoder.Floats("reference_amax", call.reference_amax, 1, true);
   const int64_t scales = rows.reference_amax ? 1 : CountOf({decoder.col_blocks(), decoder.rows()});
-  rows.scale_inv = decoder.Scales("scale_inv", *scale_inv, scales, copies.data);
+  rows.scale_inv = decoder.Scales("scale_inv", call.scale_inv, scales, copies.data);
   return decoder.Run(
       platform, {{outputs.statistics.mean, decoder.rows()}, {outputs.statistics.rstd, decoder.rows()}, {rows.amax, 1}},
       [&](const Executor& executor, const Inputs& inputs) { return Normalize(executor, inputs, outputs); });
 }
 
-ffi::Error HandleTensor(PlatformValue platform, AnyBuffer x, AnyBuffer gamma, AnyBuffer beta, AnyBuffer mean,
-                        AnyBuffer rstd, AnyBuffer amax, Result data, Result transposed, Result scale_inv,
-                        Result transposed_scale_inv, Result own_amax, float epsilon, bool centered, int64_t row_ndim,
-                        int64_t batch_ndim, bool power_of_two_scales) {
-  Decoder decoder("te_norm_tensor", x, gamma, epsilon, centered, row_ndim, batch_ndim);
-  decoder.Beta(beta);
-  const Statistics statistics = decoder.StatisticsOf(mean, rstd);
-  const Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
-  const TensorScaling scaling = decoder.TensorScalingOf(copies, amax, *scale_inv, *transposed_scale_inv, *own_amax);
+ffi::Error HandleTensor(PlatformValue platform, const TensorCall& call, const AttributesOfScales& attributes) {
+  Decoder decoder("te_norm_tensor", call.x, call.gamma, attributes.norm);
+  decoder.Beta(call.beta);
+  const Statistics statistics = decoder.StatisticsOf(call.mean, call.rstd);
+  const Copies copies = decoder.CopiesOf(call, attributes.power_of_two_scales);
+  const TensorScaling scaling = decoder.TensorScalingOf(copies, call);
   return decoder.Run(platform, {{scaling.own_amax, 1}}, [&](const Executor& executor, const Inputs& inputs) {
     return NormalizedInTensor(executor, inputs, statistics, copies, scaling);
   });
 }
 
-ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, AnyBuffer gamma, AnyBuffer beta, AnyBuffer mean,
-                        AnyBuffer rstd, Result data, Result scale_inv, Result transposed, Result transposed_scale_inv,
-                        float epsilon, bool centered, int64_t row_ndim, int64_t batch_ndim, bool data_128x128,
-                        bool transposed_128x128, bool power_of_two_scales) {
-  Decoder decoder("te_norm_blocks", x, gamma, epsilon, centered, row_ndim, batch_ndim);
-  decoder.Beta(beta);
-  const Statistics statistics = decoder.StatisticsOf(mean, rstd);
-  const Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
-  const BlockScaling scaling =
-      decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
+ffi::Error HandleBlocks(PlatformValue platform, const BlocksCall& call, const AttributesOfBlocks& attributes) {
+  Decoder decoder("te_norm_blocks", call.x, call.gamma, attributes.norm);
+  decoder.Beta(call.beta);
+  const Statistics statistics = decoder.StatisticsOf(call.mean, call.rstd);
+  const Copies copies = decoder.CopiesOf(call, attributes.blocks.power_of_two_scales);
+  const BlockScaling scaling = decoder.BlockScalingOf(copies, call, attributes.blocks);
   // Kernels for others would serve no recipe: XLA normalizes, and te_quantize_blocks quantizes.
-  decoder.rules().That((copies.transposed || CountOf(x) == 0) && !transposed_128x128, "transposed", *transposed,
-                       "be there, with scales of 1x128 values");
+  decoder.rules().That((copies.transposed || CountOf(call.x) == 0) && !attributes.blocks.transposed_128x128,
+                       "transposed", call.transposed, "be there, with scales of 1x128 values");
   return decoder.Run(platform, {}, [&](const Executor& executor, const Inputs& inputs) {
     return NormalizedInBlocks(executor, inputs, statistics, copies, scaling);
   });
 }
 
-ffi::Error HandleGradient(PlatformValue platform, AnyBuffer x, AnyBuffer dy, AnyBuffer dsum, AnyBuffer gamma,
-                          AnyBuffer mean, AnyBuffer rstd, Result dx, Result dgamma, Result dbeta, float epsilon,
-                          bool centered, int64_t row_ndim, int64_t batch_ndim) {
-  Decoder decoder("te_norm_gradient", x, gamma, epsilon, centered, row_ndim, batch_ndim);
-  const Statistics statistics = decoder.StatisticsOf(mean, rstd);
-  const void* of_y = decoder.LikeX("dy", dy);
-  const void* of_sum = decoder.LikeX("dsum", dsum, true);
+ffi::Error HandleGradient(PlatformValue platform, const GradientCall& call, const Attributes& attributes) {
+  Decoder decoder("te_norm_gradient", call.x, call.gamma, attributes);
+  const Statistics statistics = decoder.StatisticsOf(call.mean, call.rstd);
+  const void* of_y = decoder.LikeX("dy", call.dy);
+  const void* of_sum = decoder.LikeX("dsum", call.dsum, true);
   Gradients gradients{};
-  gradients.dx = const_cast<void*>(decoder.LikeX("dx", *dx));
-  gradients.partials = decoder.PartialsOf(*dgamma);
+  gradients.dx = const_cast<void*>(decoder.LikeX("dx", call.dx));
+  gradients.partials = decoder.PartialsOf(call.dgamma_partial);
   const int64_t sums = CountOf({gradients.partials, decoder.cols()});
-  gradients.dgamma = decoder.Floats("dgamma_partial", *dgamma, sums);
-  gradients.dbeta = decoder.Floats("dbeta_partial", *dbeta, sums, true);
+  gradients.dgamma = decoder.Floats("dgamma_partial", call.dgamma_partial, sums);
+  gradients.dbeta = decoder.Floats("dbeta_partial", call.dbeta_partial, sums, true);
   return decoder.Run(platform, {{gradients.dgamma, sums}, {gradients.dbeta, sums}},
                      [&](const Executor& executor, const Inputs& inputs) {
                        return Backward(executor, inputs, statistics, of_y, of_sum, gradients);
                      });
 }
 
-template <typename Binding>
-auto WithNorm(Binding binding) {
-  return std::move(binding)
-      .template Attr<float>("epsilon")
-      .template Attr<bool>("centered")
-      .template Attr<int64_t>("row_ndim")
-      .template Attr<int64_t>("batch_ndim");
-}
-
 }  // namespace
 
-// x, residual, gamma, beta, reference_amax -> sum, mean, rstd, amax, data, scale_inv
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm, HandleNorm, WithNorm(Buffers<5, 6>()).Attr<bool>("power_of_two_scales"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x, gamma, beta, mean, rstd, amax -> data, transposed, scale_inv, transposed_scale_inv, amax_out
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_tensor, HandleTensor, WithNorm(Buffers<6, 5>()).Attr<bool>("power_of_two_scales"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x, gamma, beta, mean, rstd -> data, scale_inv, transposed, transposed_scale_inv
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_blocks, HandleBlocks,
-                              WithNorm(Buffers<5, 4>())
-                                  .Attr<bool>("data_128x128")
-                                  .Attr<bool>("transposed_128x128")
-                                  .Attr<bool>("power_of_two_scales"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x, dy, dsum, gamma, mean, rstd -> dx, dgamma_partial, dbeta_partial
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_norm_gradient, HandleGradient, WithNorm(Buffers<6, 3>()),
-                              {ffi::Traits::kCmdBufferCompatible});
+TE_JAX_DEFINE_TARGET(te_norm, HandleNorm, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_norm_tensor, HandleTensor, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_norm_blocks, HandleBlocks, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_norm_gradient, HandleGradient, ffi::Traits::kCmdBufferCompatible)
 
 }  // namespace te::norm

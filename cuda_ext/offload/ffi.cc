@@ -8,7 +8,20 @@ namespace te::offload {
 namespace {
 
 using ffi::AnyBuffer;
-using Result = ffi::Result<AnyBuffer>;
+
+TE_JAX_ATTRIBUTES(BeginAttributes, int64_t stacked; ffi::Span<const int64_t> sizes);
+TE_JAX_ATTRIBUTES(PieceAttributes, int64_t piece);
+
+// Slots are [slots, row_bytes], kept rows [kept, row_bytes], and a stack [stacked, row_bytes]. Tokens order calls, and
+// nobody reads them.
+TE_JAX_CALL(BeginStoreCall, (token), (token_out, slots, kept, stack));
+// It writes stack, slots and kept.
+TE_JAX_CALL(StoreCall, (x, token, stack, slots, kept), (token_out));
+TE_JAX_CALL(BeginFetchCall, (token, stack, kept), (token_out, slots));
+// It writes slots.
+TE_JAX_CALL(FetchCall, (token, stack, slots, kept), (token_out, x));
+// The result is in the memory of rows: called for stack and kept, each of which is written then.
+TE_JAX_CALL(EndStoreCall, (rows, token, slots), (written));
 
 char* BytesOf(const AnyBuffer& buffer) { return static_cast<char*>(buffer.untyped_data()); }
 
@@ -33,31 +46,29 @@ void IsRows(Rules& rules, std::string_view name, const AnyBuffer& buffer, int64_
   rules.Type(ffi::U8, name, buffer).Elements(CountOf({rows, row_bytes}), name, buffer);
 }
 
-// The token orders calls, and nobody reads it. XLA has placed the stack of a GPU in host memory: only a CPU's is from
+// XLA has placed the stack of a GPU in host memory: only a CPU's is from
 // here.
-ffi::Error BeginStore(PlatformValue platform, AnyBuffer, Result, Result slots, Result kept, Result stack,
-                      int64_t stacked, ffi::Span<const int64_t> sizes) {
+ffi::Error BeginStore(PlatformValue platform, const BeginStoreCall& call, const BeginAttributes& attributes) {
   constexpr std::string_view kName = "te_offload_begin_store";
   Rules rules(kName);
-  const int64_t count = kept->dimensions().size() == 2 ? kept->dimensions()[0] : -1;
-  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, count, sizes);
-  if (layout) IsRows(rules, "kept", *kept, count, layout->row_bytes);
-  if (layout && CountOf(*stack) > 0) IsRows(rules, "stack", *stack, stacked, layout->row_bytes);
+  const int64_t count = call.kept.dimensions().size() == 2 ? call.kept.dimensions()[0] : -1;
+  std::optional<Layout> layout = DecodeLayout(rules, call.slots, attributes.stacked, count, attributes.sizes);
+  if (layout) IsRows(rules, "kept", call.kept, count, layout->row_bytes);
+  if (layout && CountOf(call.stack) > 0) IsRows(rules, "stack", call.stack, attributes.stacked, layout->row_bytes);
   if (rules.broken()) return rules.error();
-  const Memory memory{nullptr, BytesOf(*slots), BytesOf(*kept)};
+  const Memory memory{nullptr, BytesOf(call.slots), BytesOf(call.kept)};
   return ToError(kName, Passes::All().Begin(MakeExecutor(platform), Direction::kStore, std::move(*layout), memory));
 }
 
-ffi::Error BeginFetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer kept, Result, Result slots,
-                      int64_t stacked, ffi::Span<const int64_t> sizes) {
+ffi::Error BeginFetch(PlatformValue platform, const BeginFetchCall& call, const BeginAttributes& attributes) {
   constexpr std::string_view kName = "te_offload_begin_fetch";
   Rules rules(kName);
-  const int64_t count = kept.dimensions().size() == 2 ? kept.dimensions()[0] : -1;
-  std::optional<Layout> layout = DecodeLayout(rules, *slots, stacked, count, sizes);
-  if (layout) IsRows(rules, "kept", kept, count, layout->row_bytes);
-  if (layout) IsRows(rules, "stack", stack, stacked, layout->row_bytes);
+  const int64_t count = call.kept.dimensions().size() == 2 ? call.kept.dimensions()[0] : -1;
+  std::optional<Layout> layout = DecodeLayout(rules, call.slots, attributes.stacked, count, attributes.sizes);
+  if (layout) IsRows(rules, "kept", call.kept, count, layout->row_bytes);
+  if (layout) IsRows(rules, "stack", call.stack, attributes.stacked, layout->row_bytes);
   if (rules.broken()) return rules.error();
-  const Memory memory{BytesOf(stack), BytesOf(*slots), BytesOf(kept)};
+  const Memory memory{BytesOf(call.stack), BytesOf(call.slots), BytesOf(call.kept)};
   return ToError(kName, Passes::All().Begin(MakeExecutor(platform), Direction::kFetch, std::move(*layout), memory));
 }
 
@@ -80,33 +91,32 @@ ffi::Error In(std::string_view name, const AnyBuffer& slots, const AnyBuffer& st
   return ToError(name, step(*pass, Memory{BytesOf(stack), BytesOf(slots), BytesOf(kept)}));
 }
 
-ffi::Error Store(PlatformValue platform, AnyBuffer x, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer kept,
-                 Result, int64_t piece) {
-  return In("te_offload_store", slots, stack, kept, [&](Pass& pass, const Memory& memory) {
-    const auto bytes = static_cast<int64_t>(x.size_bytes());
-    return pass.Store(MakeExecutor(platform), memory, piece, x.untyped_data(), bytes);
+ffi::Error Store(PlatformValue platform, const StoreCall& call, const PieceAttributes& attributes) {
+  return In("te_offload_store", call.slots, call.stack, call.kept, [&](Pass& pass, const Memory& memory) {
+    const auto bytes = static_cast<int64_t>(call.x.size_bytes());
+    return pass.Store(MakeExecutor(platform), memory, attributes.piece, call.x.untyped_data(), bytes);
   });
 }
 
-ffi::Error EndStore(PlatformValue platform, AnyBuffer rows, AnyBuffer, AnyBuffer slots, Result written) {
+ffi::Error EndStore(PlatformValue platform, const EndStoreCall& call) {
   constexpr std::string_view kName = "te_offload_end_store";
   Rules rules(kName);
-  rules.That(written->untyped_data() == rows.untyped_data(), "rows", rows, "share memory with the result");
+  rules.That(call.written.untyped_data() == call.rows.untyped_data(), "rows", call.rows,
+             "share memory with the result");
   if (rules.broken()) return rules.error();
-  const std::shared_ptr<Pass> pass = Passes::All().Find(slots.untyped_data());
+  const std::shared_ptr<Pass> pass = Passes::All().Find(call.slots.untyped_data());
   if (pass == nullptr) return NotBegun(kName);
   bool ended = false;
-  const Status status = pass->EndStore(MakeExecutor(platform), BytesOf(rows), ended);
-  if (ended || !status.ok()) Passes::All().Forget(slots.untyped_data());
+  const Status status = pass->EndStore(MakeExecutor(platform), BytesOf(call.rows), ended);
+  if (ended || !status.ok()) Passes::All().Forget(call.slots.untyped_data());
   return ToError(kName, status);
 }
 
-ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer slots, AnyBuffer kept, Result, Result x,
-                 int64_t piece) {
-  return In("te_offload_fetch", slots, stack, kept, [&](Pass& pass, const Memory& memory) {
-    const auto bytes = static_cast<int64_t>(x->size_bytes());
-    TE_JAX_TRY(pass.Fetch(MakeExecutor(platform), memory, piece, x->untyped_data(), bytes));
-    if (pass.complete()) Passes::All().Forget(slots.untyped_data());
+ffi::Error Fetch(PlatformValue platform, const FetchCall& call, const PieceAttributes& attributes) {
+  return In("te_offload_fetch", call.slots, call.stack, call.kept, [&](Pass& pass, const Memory& memory) {
+    const auto bytes = static_cast<int64_t>(call.x.size_bytes());
+    TE_JAX_TRY(pass.Fetch(MakeExecutor(platform), memory, attributes.piece, call.x.untyped_data(), bytes));
+    if (pass.complete()) Passes::All().Forget(call.slots.untyped_data());
     return Status::Ok();
   });
 }
@@ -114,18 +124,10 @@ ffi::Error Fetch(PlatformValue platform, AnyBuffer, AnyBuffer stack, AnyBuffer s
 }  // namespace
 
 // None is for command buffers: a captured graph would keep the lanes' events of its first run.
-
-// token -> token, slots [slots, row_bytes], kept [kept, row_bytes], stack [stacked, row_bytes] or nothing
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_begin_store, BeginStore,
-                              (Buffers<1, 4>().Attr<int64_t>("stacked").Attr<ffi::Span<const int64_t>>("sizes")));
-// x, token, stack, slots, kept -> token; writes stack, slots and kept
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_store, Store, (Buffers<5, 1>().Attr<int64_t>("piece")));
-// token, stack, kept -> token, slots
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_begin_fetch, BeginFetch,
-                              (Buffers<3, 2>().Attr<int64_t>("stacked").Attr<ffi::Span<const int64_t>>("sizes")));
-// token, stack, slots, kept -> token, x; writes slots
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_fetch, Fetch, (Buffers<4, 2>().Attr<int64_t>("piece")));
-// rows, token, slots -> rows, in the same memory: called for stack and kept, each of which is written then
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_offload_end_store, EndStore, (Buffers<3, 1>()));
+TE_JAX_DEFINE_TARGET(te_offload_begin_store, BeginStore)
+TE_JAX_DEFINE_TARGET(te_offload_store, Store)
+TE_JAX_DEFINE_TARGET(te_offload_begin_fetch, BeginFetch)
+TE_JAX_DEFINE_TARGET(te_offload_fetch, Fetch)
+TE_JAX_DEFINE_TARGET(te_offload_end_store, EndStore)
 
 }  // namespace te::offload

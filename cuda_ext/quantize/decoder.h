@@ -23,6 +23,9 @@ inline Status SetToZero([[maybe_unused]] const Executor& executor, float* values
 #endif
 }
 
+// The attributes of block scaling.
+TE_JAX_ATTRIBUTES(BlockAttributes, bool data_128x128, transposed_128x128, power_of_two_scales);
+
 // Checks and decodes the arguments that all handlers share. Leading dimensions from vmap make several examples, each a
 // matrix of its own, one after another in every buffer.
 class Decoder {
@@ -101,6 +104,14 @@ class Decoder {
     return copies;
   }
 
+  // The same of a call whose members have these names.
+  template <typename Call>
+  Copies CopiesOf(const Call& call, bool power_of_two_scales) {
+    const ffi::AnyBuffer* column_sums = nullptr;
+    if constexpr (requires { call.dbias_partial; }) column_sums = &call.dbias_partial;
+    return CopiesTo(call.data, call.transposed, column_sums, power_of_two_scales);
+  }
+
   // The copy as it is alone, or none.
   Copies DataTo(const ffi::AnyBuffer& data, bool power_of_two_scales) {
     return {Fp8Type(data).value_or(Fp8::kE4M3), power_of_two_scales, Codes("data", data, data.element_type()), nullptr,
@@ -120,11 +131,22 @@ class Decoder {
             Floats("amax_out", own_amax, 1, true)};
   }
 
+  template <typename Call>
+  TensorScaling TensorScalingOf(const Copies& copies, const Call& call) {
+    return TensorScalingOf(copies, call.amax, call.scale_inv, call.transposed_scale_inv, call.amax_out);
+  }
+
   BlockScaling BlockScalingOf(const Copies& copies, const ffi::AnyBuffer& scale_inv,
                               const ffi::AnyBuffer& transposed_scale_inv, bool data_128x128, bool transposed_128x128) {
     return {data_128x128, transposed_128x128,
             Scales("scale_inv", scale_inv, CountOf({col_blocks(), data_128x128 ? row_blocks() : rows_}), copies.data),
             TransposedBlockScales(copies, transposed_scale_inv, transposed_128x128)};
+  }
+
+  template <typename Call>
+  BlockScaling BlockScalingOf(const Copies& copies, const Call& call, const BlockAttributes& attributes) {
+    return BlockScalingOf(copies, call.scale_inv, call.transposed_scale_inv, attributes.data_128x128,
+                          attributes.transposed_128x128);
   }
 
   float* TransposedBlockScales(const Copies& copies, const ffi::AnyBuffer& scale_inv, bool blocks_128x128) {

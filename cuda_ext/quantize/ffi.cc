@@ -3,112 +3,78 @@
 namespace te::quantize {
 namespace {
 
-using ffi::AnyBuffer;
-using Result = ffi::Result<AnyBuffer>;
+TE_JAX_ATTRIBUTES(Dimensions, int64_t row_ndim, batch_ndim);
+TE_JAX_ATTRIBUTES(Attributes, Dimensions dimensions; bool power_of_two_scales);
+TE_JAX_ATTRIBUTES(AttributesOfBlocks, Dimensions dimensions; BlockAttributes blocks);
+TE_JAX_ATTRIBUTES(AttributesOfRows, int64_t batch_ndim; BlockAttributes blocks);
 
-ffi::Error HandleAmaxTensor(PlatformValue platform, AnyBuffer x, Result amax, int64_t row_ndim, int64_t batch_ndim) {
-  Decoder decoder("te_amax_tensor", x, row_ndim, batch_ndim);
-  float* out = decoder.Floats("amax", *amax, 1);
+TE_JAX_CALL(AmaxTensorCall, (x), (amax));
+TE_JAX_CALL(AmaxRowsCall, (x), (row_amax, col_amax));
+TE_JAX_CALL(TensorCall, (x, amax), (data, transposed, scale_inv, transposed_scale_inv, amax_out, dbias_partial));
+TE_JAX_CALL(RowsCall, (x, row_amax, col_amax), (data, transposed, row_scale_inv, col_scale_inv, dbias_partial));
+TE_JAX_CALL(BlocksCall, (x), (data, scale_inv, transposed, transposed_scale_inv, dbias_partial));
+TE_JAX_CALL(BlocksOfRowsCall, (x, rows, order), (data, scale_inv, transposed, transposed_scale_inv));
+
+ffi::Error HandleAmaxTensor(PlatformValue platform, const AmaxTensorCall& call, const Dimensions& dimensions) {
+  Decoder decoder("te_amax_tensor", call.x, dimensions.row_ndim, dimensions.batch_ndim);
+  float* out = decoder.Floats("amax", call.amax, 1);
   return decoder.Run(platform, {{out, 1}},
                      [&](const auto& executor, const auto& x) { return AmaxOfTensor(executor, x, out); });
 }
 
-ffi::Error HandleAmaxRows(PlatformValue platform, AnyBuffer x, Result row_amax, Result col_amax, int64_t row_ndim,
-                          int64_t batch_ndim) {
-  Decoder decoder("te_amax_rows", x, row_ndim, batch_ndim);
-  float* rows = decoder.Floats("row_amax", *row_amax, decoder.rows(), true);
-  float* cols = decoder.Floats("col_amax", *col_amax, decoder.cols(), true);
+ffi::Error HandleAmaxRows(PlatformValue platform, const AmaxRowsCall& call, const Dimensions& dimensions) {
+  Decoder decoder("te_amax_rows", call.x, dimensions.row_ndim, dimensions.batch_ndim);
+  float* rows = decoder.Floats("row_amax", call.row_amax, decoder.rows(), true);
+  float* cols = decoder.Floats("col_amax", call.col_amax, decoder.cols(), true);
   return decoder.Run(platform, {{rows, decoder.rows()}, {cols, decoder.cols()}},
                      [&](const auto& executor, const auto& x) { return AmaxOfRows(executor, x, rows, cols); });
 }
 
-ffi::Error HandleTensor(PlatformValue platform, AnyBuffer x, AnyBuffer amax, Result data, Result transposed,
-                        Result scale_inv, Result transposed_scale_inv, Result own_amax, Result column_sums,
-                        int64_t row_ndim, int64_t batch_ndim, bool power_of_two_scales) {
-  Decoder decoder("te_quantize_tensor", x, row_ndim, batch_ndim);
-  const Copies copies = decoder.CopiesTo(*data, *transposed, &*column_sums, power_of_two_scales);
-  const TensorScaling scaling = decoder.TensorScalingOf(copies, amax, *scale_inv, *transposed_scale_inv, *own_amax);
+ffi::Error HandleTensor(PlatformValue platform, const TensorCall& call, const Attributes& attributes) {
+  Decoder decoder("te_quantize_tensor", call.x, attributes.dimensions.row_ndim, attributes.dimensions.batch_ndim);
+  const Copies copies = decoder.CopiesOf(call, attributes.power_of_two_scales);
+  const TensorScaling scaling = decoder.TensorScalingOf(copies, call);
   return decoder.Run(platform, {{scaling.own_amax, 1}},
                      [&](const auto& executor, const auto& x) { return QuantizeTensor(executor, x, copies, scaling); });
 }
 
-ffi::Error HandleRows(PlatformValue platform, AnyBuffer x, AnyBuffer row_amax, AnyBuffer col_amax, Result data,
-                      Result transposed, Result row_scale_inv, Result col_scale_inv, Result column_sums,
-                      int64_t row_ndim, int64_t batch_ndim, bool power_of_two_scales) {
-  Decoder decoder("te_quantize_rows", x, row_ndim, batch_ndim);
-  const Copies copies = decoder.CopiesTo(*data, *transposed, &*column_sums, power_of_two_scales);
-  const RowScaling scaling{decoder.Floats("row_amax", row_amax, decoder.rows(), !copies.data),
-                           decoder.Floats("col_amax", col_amax, decoder.cols(), !copies.transposed),
-                           decoder.Scales("row_scale_inv", *row_scale_inv, decoder.rows(), copies.data),
-                           decoder.Scales("col_scale_inv", *col_scale_inv, decoder.cols(), copies.transposed)};
+ffi::Error HandleRows(PlatformValue platform, const RowsCall& call, const Attributes& attributes) {
+  Decoder decoder("te_quantize_rows", call.x, attributes.dimensions.row_ndim, attributes.dimensions.batch_ndim);
+  const Copies copies = decoder.CopiesOf(call, attributes.power_of_two_scales);
+  const RowScaling scaling{decoder.Floats("row_amax", call.row_amax, decoder.rows(), !copies.data),
+                           decoder.Floats("col_amax", call.col_amax, decoder.cols(), !copies.transposed),
+                           decoder.Scales("row_scale_inv", call.row_scale_inv, decoder.rows(), copies.data),
+                           decoder.Scales("col_scale_inv", call.col_scale_inv, decoder.cols(), copies.transposed)};
   return decoder.Run(platform, {},
                      [&](const auto& executor, const auto& x) { return QuantizeRows(executor, x, copies, scaling); });
 }
 
-ffi::Error HandleBlocks(PlatformValue platform, AnyBuffer x, Result data, Result scale_inv, Result transposed,
-                        Result transposed_scale_inv, Result column_sums, int64_t row_ndim, int64_t batch_ndim,
-                        bool data_128x128, bool transposed_128x128, bool power_of_two_scales) {
-  Decoder decoder("te_quantize_blocks", x, row_ndim, batch_ndim);
-  const Copies copies = decoder.CopiesTo(*data, *transposed, &*column_sums, power_of_two_scales);
-  const BlockScaling scaling =
-      decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
+ffi::Error HandleBlocks(PlatformValue platform, const BlocksCall& call, const AttributesOfBlocks& attributes) {
+  Decoder decoder("te_quantize_blocks", call.x, attributes.dimensions.row_ndim, attributes.dimensions.batch_ndim);
+  const Copies copies = decoder.CopiesOf(call, attributes.blocks.power_of_two_scales);
+  const BlockScaling scaling = decoder.BlockScalingOf(copies, call, attributes.blocks);
   return decoder.Run(platform, {},
                      [&](const auto& executor, const auto& x) { return QuantizeBlocks(executor, x, copies, scaling); });
 }
 
-ffi::Error HandleBlocksOfRows(PlatformValue platform, AnyBuffer x, AnyBuffer rows, AnyBuffer order, Result data,
-                              Result scale_inv, Result transposed, Result transposed_scale_inv, int64_t batch_ndim,
-                              bool data_128x128, bool transposed_128x128, bool power_of_two_scales) {
-  Decoder decoder("te_quantize_blocks_of_rows", x, 1, batch_ndim);
-  const Gather gather = decoder.GatherBy("rows", rows, order);
-  const Copies copies = decoder.CopiesTo(*data, *transposed, nullptr, power_of_two_scales);
-  const BlockScaling scaling =
-      decoder.BlockScalingOf(copies, *scale_inv, *transposed_scale_inv, data_128x128, transposed_128x128);
+ffi::Error HandleBlocksOfRows(PlatformValue platform, const BlocksOfRowsCall& call,
+                              const AttributesOfRows& attributes) {
+  Decoder decoder("te_quantize_blocks_of_rows", call.x, 1, attributes.batch_ndim);
+  const Gather gather = decoder.GatherBy("rows", call.rows, call.order);
+  const Copies copies = decoder.CopiesOf(call, attributes.blocks.power_of_two_scales);
+  const BlockScaling scaling = decoder.BlockScalingOf(copies, call, attributes.blocks);
   return decoder.Run(platform, {}, [&](const auto& executor, const auto& x) {
     return QuantizeBlocksOfRows(executor, x, gather, copies, scaling);
   });
 }
 
-template <typename Binding>
-auto WithDimensions(Binding binding) {
-  return std::move(binding).template Attr<int64_t>("row_ndim").template Attr<int64_t>("batch_ndim");
-}
-
 }  // namespace
 
-// x -> amax
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_amax_tensor, HandleAmaxTensor, WithDimensions(Buffers<1, 1>()),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x -> row_amax, col_amax
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_amax_rows, HandleAmaxRows, WithDimensions(Buffers<1, 2>()),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x, amax -> data, transposed, scale_inv, transposed_scale_inv, amax_out, dbias_partial
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_tensor, HandleTensor,
-                              WithDimensions(Buffers<2, 6>()).Attr<bool>("power_of_two_scales"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x, row_amax, col_amax -> data, transposed, row_scale_inv, col_scale_inv, dbias_partial
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_rows, HandleRows,
-                              WithDimensions(Buffers<3, 5>()).Attr<bool>("power_of_two_scales"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x -> data, scale_inv, transposed, transposed_scale_inv, dbias_partial
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks, HandleBlocks,
-                              WithDimensions(Buffers<1, 5>())
-                                  .Attr<bool>("data_128x128")
-                                  .Attr<bool>("transposed_128x128")
-                                  .Attr<bool>("power_of_two_scales"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// x, rows, order -> data, scale_inv, transposed, transposed_scale_inv
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_quantize_blocks_of_rows, HandleBlocksOfRows,
-                              (Buffers<3, 4>()
-                                   .Attr<int64_t>("batch_ndim")
-                                   .Attr<bool>("data_128x128")
-                                   .Attr<bool>("transposed_128x128")
-                                   .Attr<bool>("power_of_two_scales")),
-                              {ffi::Traits::kCmdBufferCompatible});
+TE_JAX_DEFINE_TARGET(te_amax_tensor, HandleAmaxTensor, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_amax_rows, HandleAmaxRows, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_quantize_tensor, HandleTensor, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_quantize_rows, HandleRows, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_quantize_blocks, HandleBlocks, ffi::Traits::kCmdBufferCompatible)
+TE_JAX_DEFINE_TARGET(te_quantize_blocks_of_rows, HandleBlocksOfRows, ffi::Traits::kCmdBufferCompatible)
 
 }  // namespace te::quantize

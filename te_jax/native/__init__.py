@@ -3,7 +3,7 @@
 An operation uses `use_native` to decide, and `call` to run a target on local arrays. Neither knows any operation.
 """
 
-from te_jax.native.call import call, call_once
+from te_jax.native.call import call, call_in_order, call_once
 from te_jax.native.cuda_libraries import versions as cuda_library_versions
 from te_jax.native.extension import (
     ExtensionStatus,
@@ -31,6 +31,7 @@ __all__ = [
     "NativeUnavailableError",
     "available",
     "call",
+    "call_in_order",
     "call_once",
     "compute_capability",
     "cuda_library_versions",

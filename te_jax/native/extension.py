@@ -365,6 +365,21 @@ def register() -> tuple[str, ...]:
         return tuple(dict.fromkeys(target for targets in _registered.values() for target in targets))
 
 
+def buffers(target: str) -> str:
+    """The names of a target's operands and results, in the order of its calls: "(x, y) -> (z)".
+
+    Raises:
+      NativeUnavailableError: there is no extension here.
+    """
+    for platform in _MODULES:
+        module, _ = _load(platform)
+        if module is not None:
+            return module.buffers()[target]
+    raise NativeUnavailableError(
+        f"{target} is a target of the extensions, and this installation has none: {_REINSTALL}"
+    )
+
+
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """The `disabled_checks` that `jax.export.export` needs to export a function that calls native kernels or cuDNN.
 

@@ -222,9 +222,11 @@ class _Memory:
         stacked, row = rows.count - rows.keep, rows.row_bytes
 
         def begin(token: Array, in_host: int) -> tuple[Array, ...]:
-            shapes = (rows.slots, row), (rows.keep, row), (in_host, row)
-            results = (token, *(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes))
-            return native.call_once("te_offload_begin_store", results, token, stacked=stacked, sizes=rows.sizes)
+            counts = {"slots": rows.slots, "kept": rows.keep, "stack": in_host}
+            results = {name: jax.ShapeDtypeStruct((count, row), jnp.uint8) for name, count in counts.items()}
+            results = {"token_out": token} | results
+            target, sizes = "te_offload_begin_store", rows.sizes
+            return native.call_once(target, results, {"token": token}, stacked=stacked, sizes=sizes)
 
         def on_cuda(token: Array) -> tuple[Array, ...]:
             *buffers, _ = begin(token, 0)
@@ -251,29 +253,31 @@ class _Memory:
 
         def written(rows: Array) -> Array:
             # One result: XLA takes all aliased results of a call that has one in host memory for such.
-            return native.call("te_offload_end_store", (rows,), rows, token, slots, aliases={0: 0})[0]
+            operands = {"rows": rows, "token": token, "slots": slots}
+            return native.call("te_offload_end_store", {"written": rows}, operands, aliases={"rows": "written"})[0]
 
         return _Memory(written(self.stack), written(self.kept))
 
     def begin_fetch(self, rows: _Rows, after: PyTree) -> _Memory:
         token = _token((after, self))
-        results = token, jax.ShapeDtypeStruct((rows.slots, rows.row_bytes), jnp.uint8)
-        operands, stacked = (token, self.stack, self.kept), rows.count - rows.keep
-        token, slots = native.call_once("te_offload_begin_fetch", results, *operands, stacked=stacked, sizes=rows.sizes)
+        results = {"token_out": token, "slots": jax.ShapeDtypeStruct((rows.slots, rows.row_bytes), jnp.uint8)}
+        operands = {"token": token, "stack": self.stack, "kept": self.kept}
+        stacked, sizes = rows.count - rows.keep, rows.sizes
+        token, slots = native.call_once("te_offload_begin_fetch", results, operands, stacked=stacked, sizes=sizes)
         return dataclasses.replace(self, token=token, slots=slots)
 
     def store(self, piece: int, value: Array) -> tuple[_Memory, Array | None]:
         # The barrier: XLA may give a call that reads a slice a kernel of its own, and call it twice.
         value = lax.optimization_barrier(value)
         token, slots = self._under_way
-        operands = value, token, self.stack, slots, self.kept
-        (token,) = native.call("te_offload_store", (token,), *operands, piece=piece)
+        operands = {"x": value, "token": token, "stack": self.stack, "slots": slots, "kept": self.kept}
+        (token,) = native.call("te_offload_store", {"token_out": token}, operands, piece=piece)
         return dataclasses.replace(self, token=token), None
 
     def fetch(self, piece: int, type_: Any, stored: Array | None) -> tuple[_Memory, Array]:
         token, slots = self._under_way
-        operands = token, self.stack, slots, self.kept
-        token, value = native.call("te_offload_fetch", (token, type_), *operands, piece=piece)
+        operands = {"token": token, "stack": self.stack, "slots": slots, "kept": self.kept}
+        token, value = native.call("te_offload_fetch", {"token_out": token, "x": type_}, operands, piece=piece)
         return dataclasses.replace(self, token=token), value
 
 

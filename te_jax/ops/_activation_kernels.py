@@ -10,13 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from te_jax import reference, sharding
-from te_jax.ops._quantize_kernels import AMAX, Kernels, Request, Result, block_attributes, quantized_array, shared_facts
+from te_jax.ops._quantize_kernels import (
+    AMAX,
+    Dimensions,
+    Kernels,
+    Request,
+    Result,
+    block_attributes,
+    quantized_array,
+    shared_facts,
+)
 from te_jax.ops.quantize import quantize_requested
 from te_jax.quantized import PLAIN, Facts, QuantizedArray
 from te_jax.recipe import Quantization
@@ -70,11 +80,10 @@ def activate_quantized(
         current_amax = _amax(function, gate, up, request)
     if fused.in_blocks:
         kernels = Kernels(request, gate.ndim, blocked_groups(request.quantization, request.copies))
-        scales = kernels.block_scales()
         arrays = kernels.run(
             "te_activation_blocks",
-            [(kernels.x, gate), (kernels.x, up), (kernels.rows, weights)],
-            [kernels.data, scales[0], kernels.transposed, scales[1]],
+            {"gate": (kernels.x, gate), "up": (kernels.x, up), "weights": (kernels.rows, weights)},
+            kernels.blocks,
             **dataclasses.asdict(function),
             **block_attributes(request.quantization),
         )
@@ -82,13 +91,16 @@ def activate_quantized(
         kernels = Kernels(request, gate.ndim)
         data, transposed, scale_inv, transposed_scale_inv, seen_amax = kernels.run(
             "te_activation_tensor",
-            [(kernels.x, gate), (kernels.x, up), ((), current_amax if amax is None else amax)],
-            [
-                kernels.data,
-                kernels.transposed,
-                *kernels.tensor_scales(amax_operand=2),
-                AMAX if request.with_amax and current_amax is None else None,
-            ],
+            {
+                "gate": (kernels.x, gate),
+                "up": (kernels.x, up),
+                "amax": ((), current_amax if amax is None else amax),
+            },
+            {
+                **kernels.copies,
+                **kernels.tensor_scales("amax"),
+                "amax_out": AMAX if request.with_amax and current_amax is None else None,
+            },
             **dataclasses.asdict(function),
             power_of_two_scales=request.quantization.power_of_two_scales,
         )
@@ -174,18 +186,21 @@ def _gradients_in_tensors(
         y_amax = _amax(function, gate, up, y_request)
     kernels, y_kernels = Kernels(request, gate.ndim), y_request and Kernels(y_request, gate.ndim)
 
-    def results(amax_operand: int) -> list[Result | None]:
+    def results(of: str) -> dict[str, Result | None]:
         amax_result = AMAX if request.with_amax and current_amaxes[0] is None else None
-        return [kernels.data, kernels.transposed, *kernels.tensor_scales(amax_operand), amax_result, kernels.dbias]
+        copies = kernels.copies | kernels.tensor_scales(f"{of}_amax")
+        return _of(of, copies | {"amax_out": amax_result, "dbias_partial": kernels.dbias})
 
+    amaxes_by_name = {"gate_amax": gate_amax, "up_amax": up_amax, "y_amax": y_amax}
     arrays = kernels.run(
         "te_activation_gradient_tensor",
-        [*((kernels.x, x) for x in operands), ((), gate_amax), ((), up_amax), ((), y_amax)],
-        [
-            *results(amax_operand=3),
-            *([None] * 6 if up is None else results(amax_operand=4)),
-            *((y_kernels.transposed, y_kernels.tensor_scales(amax_operand=5)[1]) if y_kernels else (None, None)),
-        ],
+        _operands(kernels, operands) | {name: ((), amax) for name, amax in amaxes_by_name.items()},
+        {
+            **results("gate"),
+            **(dict.fromkeys(results("up")) if up is None else results("up")),
+            "y_transposed": y_kernels.transposed if y_kernels else None,
+            "y_transposed_scale_inv": y_kernels.tensor_scales("y_amax")["transposed_scale_inv"] if y_kernels else None,
+        },
         **dataclasses.asdict(function),
         power_of_two_scales=request.quantization.power_of_two_scales,
         y_power_of_two_scales=y_request is not None and y_request.quantization.power_of_two_scales,
@@ -217,18 +232,18 @@ def _gradients_in_blocks(
     if y_request is not None:
         blocked |= blocked_groups(y_request.quantization, y_request.copies)
     kernels, y_kernels = Kernels(request, gate.ndim, blocked), y_request and Kernels(y_request, gate.ndim, blocked)
-    scales = kernels.block_scales()
-    results = [kernels.data, scales[0], kernels.transposed, scales[1], kernels.dbias]
+    results = kernels.blocks | {"dbias_partial": kernels.dbias}
     y_attributes = block_attributes(y_request.quantization if y_request else request.quantization)
     arrays = kernels.run(
         "te_activation_gradient_blocks",
-        [*((kernels.x, x) for x in operands), (kernels.rows, weights)],
-        [
-            *results,
-            *([None] * 5 if up is None else results),
-            *((y_kernels.transposed, y_kernels.block_scales()[1]) if y_kernels else (None, None)),
-            None if weights is None else Result(kernels.rows, reduced_by="sum"),
-        ],
+        _operands(kernels, operands) | {"weights": (kernels.rows, weights)},
+        {
+            **_of("gate", results),
+            **_of("up", dict.fromkeys(results) if up is None else results),
+            "y_transposed": y_kernels.transposed if y_kernels else None,
+            "y_transposed_scale_inv": y_kernels.blocks["transposed_scale_inv"] if y_kernels else None,
+            "dweights_partial": None if weights is None else Result(kernels.rows, reduced_by="sum"),
+        },
         **dataclasses.asdict(function),
         **block_attributes(request.quantization),
         y_transposed_128x128=y_attributes["transposed_128x128"],
@@ -243,6 +258,18 @@ def _gradients_in_blocks(
     return parts[0], None if up is None else parts[1], y8, arrays[12]
 
 
+def _operands(
+    kernels: Kernels, operands: tuple[Array, Array | None, Array]
+) -> dict[str, tuple[Dimensions, Array | None]]:
+    """Gate, up and dy."""
+    return {name: (kernels.x, x) for name, x in zip(("gate", "up", "dy"), operands, strict=True)}
+
+
+def _of(name: str, results: Mapping[str, Result | None]) -> dict[str, Result | None]:
+    """Results about gate or up."""
+    return {f"{name}_{result}": value for result, value in results.items()}
+
+
 def _fused(weights: Array | None, *requests: Request | None) -> Facts:
     """The facts of scalings that all requests share, of tensors or blocks, if the kernels know them; otherwise those of
     plain arrays."""
@@ -255,8 +282,8 @@ def _fused(weights: Array | None, *requests: Request | None) -> Facts:
 def _amax(function: Activation, gate: Array, up: Array | None, request: Request) -> Array:
     """The amax of the result."""
     kernels = Kernels(request, gate.ndim)
-    operands = [(kernels.x, gate), (kernels.x, up)]
-    return kernels.run("te_activation_amax", operands, [AMAX], **dataclasses.asdict(function))[0]
+    operands = {"gate": (kernels.x, gate), "up": (kernels.x, up)}
+    return kernels.run("te_activation_amax", operands, {"amax": AMAX}, **dataclasses.asdict(function))[0]
 
 
 def _amaxes_of_gradients(
@@ -265,7 +292,7 @@ def _amaxes_of_gradients(
     kernels = Kernels(request, operands[0].ndim)
     return kernels.run(
         "te_activation_gradient_amax",
-        [(kernels.x, x) for x in operands],
-        [AMAX, None if operands[1] is None else AMAX],
+        _operands(kernels, operands),
+        {"gate_amax": AMAX, "up_amax": None if operands[1] is None else AMAX},
         **dataclasses.asdict(function),
     )

@@ -98,7 +98,8 @@ def row_statistics(logits: Array, codes: Array, *, axes, use_native: bool = True
     if not use_native:
         return reference_statistics(logits, codes, **attributes)
     row = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
-    return native.call("te_softmax_cross_entropy_statistics", (row, row, row), logits, codes, **attributes)
+    results, operands = {"lse": row, "target": row, "total": row}, {"logits": logits, "labels": codes}
+    return tuple(native.call("te_softmax_cross_entropy_statistics", results, operands, **attributes))
 
 
 @sharding.per_shard("... v, ..., ..., ... -> ... v", axes_of=("v",), reuse={0: 0})
@@ -111,9 +112,10 @@ def logits_gradient(
         return logits_gradient(logits, codes, lse, weight, reuse=reuse, use_native=use_native, **attributes)
     if not use_native:
         return (reference_gradient(logits, codes, lse, weight, **attributes),)
-    return native.call(
-        "te_softmax_cross_entropy_gradient", (logits,), logits, codes, lse, weight, aliases=reuse, **attributes
-    )
+    operands = {"logits": logits, "labels": codes, "lse": lse, "weight": weight}
+    aliases = {"logits": "gradient"} if reuse else None
+    target = "te_softmax_cross_entropy_gradient"
+    return tuple(native.call(target, {"gradient": logits}, operands, aliases=aliases, **attributes))
 
 
 @sharding.per_shard("... v, ..., ... -> ..., ..., ..., ... v", reuse={0: 3}, replicated=("v",))
@@ -121,8 +123,10 @@ def statistics_and_gradient(logits: Array, codes: Array, weight: Array, *, axes,
     """`row_statistics` and `logits_gradient`, by one read of the logits where their rows are not too long."""
     del axes
     row = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
-    operands = logits, codes, weight
-    return native.call("te_softmax_cross_entropy_both", (row, row, row, logits), *operands, aliases=reuse, **attributes)
+    results = {"lse": row, "target": row, "total": row, "gradient": logits}
+    operands = {"logits": logits, "labels": codes, "weight": weight}
+    aliases = {"logits": "gradient"} if reuse else None
+    return tuple(native.call("te_softmax_cross_entropy_both", results, operands, aliases=aliases, **attributes))
 
 
 def quantized_gradient(
@@ -138,16 +142,15 @@ def quantized_gradient(
       attributes: those of `logits_gradient`.
     """
     kernels = Kernels(request, logits.ndim, blocked_groups(request.quantization, request.copies))
-    scales = kernels.block_scales()
     data, scale_inv, transposed, transposed_scale_inv = kernels.run(
         "te_softmax_cross_entropy_gradient_blocks",
-        [
-            (kernels.x, logits),
-            (kernels.rows, codes),
-            (kernels.rows, lse),
-            (kernels.rows, weight),
-        ],
-        [kernels.data, scales[0], kernels.transposed, scales[1]],
+        {
+            "logits": (kernels.x, logits),
+            "labels": (kernels.rows, codes),
+            "lse": (kernels.rows, lse),
+            "weight": (kernels.rows, weight),
+        },
+        kernels.blocks,
         **block_attributes(request.quantization),
         **attributes,
     )

@@ -16,8 +16,8 @@ from te_jax import native, sharding
 from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.ops.gemm_product import GemmSpec, allowed_dtype, rule_of, shard_multiples, sharded_gemm
 
-_MOST_PAIRS = 3
-"""Most pairs that te_gemm_sum takes."""
+_PREFIXES = ("", "second_", "third_")
+"""Of the operands of the pairs that te_gemm_sum takes."""
 
 
 def sharded_sum(specs: tuple[GemmSpec, ...], dtype: np.dtype, pairs: Sequence[Mapping[str, Array]]) -> Array:
@@ -30,7 +30,7 @@ def sharded_sum(specs: tuple[GemmSpec, ...], dtype: np.dtype, pairs: Sequence[Ma
     """
     arrays = [pair[name] for spec, pair in zip(specs, pairs, strict=True) for name in spec.operands]
     summed = tuple(pair["a"].shape[spec.a_outer_ndim :] for spec, pair in zip(specs, pairs, strict=True))
-    fits = len(set(map(len, summed))) == 1 and len(specs) <= _MOST_PAIRS
+    fits = len(set(map(len, summed))) == 1 and len(specs) <= len(_PREFIXES)
     fits = fits and all(isinstance(size, int) for sizes in summed for size in sizes)  # jax.export leaves some open
     if not (fits and (specs[0].native or sharding.is_explicit(arrays))):
         return _one_after_the_other(specs, dtype, pairs)
@@ -109,12 +109,12 @@ def _fits(specs: tuple[GemmSpec, ...], pairs: Sequence[Mapping[str, Array]]) -> 
 
 def _te_gemm_sum(specs: tuple[GemmSpec, ...], dtype: np.dtype, pairs: Sequence[Mapping[str, Array]]) -> Array:
     outer = *pairs[0]["a"].shape[: specs[0].a_outer_ndim], *pairs[0]["b"].shape[: specs[0].b_outer_ndim]
-    operands = []
-    for spec, pair in zip(specs, pairs, strict=True):
+    operands = {}
+    for prefix, spec, pair in zip(_PREFIXES, specs, pairs, strict=False):
         k = math.prod(pair["a"].shape[spec.a_outer_ndim :])
         a, b = pair["a"].reshape(-1, k), pair["b"].reshape(-1, k)
-        operands += [a, b, pair["a_scale_inv"], pair["b_scale_inv"]]
-    absent = [jnp.zeros((0,), jnp.float32)] * (4 * _MOST_PAIRS - len(operands))
-    allowed = allowed_dtype(operands[0].dtype, dtype)
-    d = jax.ShapeDtypeStruct((operands[0].shape[0], operands[1].shape[0]), allowed)
-    return native.call("te_gemm_sum", (d,), *operands, *absent)[0].reshape(outer).astype(dtype)
+        scales = {f"{name}_scale_inv": pair[f"{name}_scale_inv"] for name in ("a", "b")}
+        operands |= {f"{prefix}{name}": array for name, array in ({"a": a, "b": b} | scales).items()}
+    allowed = allowed_dtype(operands["a"].dtype, dtype)
+    d = jax.ShapeDtypeStruct((operands["a"].shape[0], operands["b"].shape[0]), allowed)
+    return native.call("te_gemm_sum", {"d": d}, operands)[0].reshape(outer).astype(dtype)

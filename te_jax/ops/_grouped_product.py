@@ -18,10 +18,8 @@ from te_jax._core.integers import as_int32
 from te_jax.ops.gemm_product import shard_multiples
 from te_jax.quantized import Facts, one_copy
 
-# The order in which te_grouped_gemm takes them.
 _SECOND = ("second_a", "second_b", "second_a_scale_inv", "second_b_scale_inv")
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bounds", "bias", "accumulator", *_SECOND)
-_ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 _FLOAT32 = np.dtype(jnp.float32)
 
 
@@ -135,7 +133,7 @@ def _per_shard(spec: GroupedSpec) -> Callable[..., tuple[Array, ...]]:
         axes_of=() if spec.grouped_sums else ("k",),
         replicated=[factor for factor in _WHOLE if factor in re.findall(r"\w+", rule)],
         sizes=sizes,
-        reuse={names.index("accumulator"): _D} if in_place else None,
+        reuse={names.index("accumulator"): 0} if in_place else None,
     )
     def local(*operands: Array, axes: Mapping[str, Sequence[str]], reuse: Mapping[int, int] | None = None):
         arrays = dict(zip(names, operands, strict=True))
@@ -197,9 +195,9 @@ def _te_grouped_gemm(spec: GroupedSpec, arrays: Mapping[str, Array], *, in_place
         del operands["accumulator"]
     (d,) = native.call(
         "te_grouped_gemm",
-        (jax.ShapeDtypeStruct(shape, spec.dtype),),
-        *(operands[name] if name in operands else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
-        aliases={_ACCUMULATOR: _D} if in_place else None,
+        {"d": jax.ShapeDtypeStruct(shape, spec.dtype)},
+        operands,
+        aliases={"accumulator": "d"} if in_place else None,
         grouped_sums=spec.grouped_sums,
         b_summed_first=spec.b_summed_first,
         scaling=spec.scaling.product,

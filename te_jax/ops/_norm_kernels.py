@@ -104,11 +104,10 @@ def _in_blocks(
     if at_once:
         return Normalized(quantized_array(x, (*arrays, None, None), request), x, mean, rstd)
     kernels = Kernels(request, x.ndim, blocked_groups(quantization, request.copies), _WHOLE)
-    scales = kernels.block_scales()
     codes_and_scales = kernels.run(
         "te_norm_blocks",
         _known(kernels.rows, kernels.cols, x, gamma, beta, mean, rstd),
-        [kernels.data, scales[0], kernels.transposed, scales[1]],
+        kernels.blocks,
         **dataclasses.asdict(norm),
         **block_attributes(quantization),
     )
@@ -120,10 +119,10 @@ def _in_tensor(
 ) -> Normalized:
     x, mean, rstd, amax, *_ = _first_pass(norm, x, residual, gamma, beta, request, with_amax=True)
     kernels = Kernels(request, x.ndim, (), _WHOLE)
-    data, transposed, scale_inv, transposed_scale_inv, _ = kernels.run(
+    data, transposed, scale_inv, transposed_scale_inv = kernels.run(
         "te_norm_tensor",
-        [*_known(kernels.rows, kernels.cols, x, gamma, beta, mean, rstd), ((), amax)],
-        [kernels.data, kernels.transposed, *kernels.tensor_scales(amax_operand=5), None],
+        {**_known(kernels.rows, kernels.cols, x, gamma, beta, mean, rstd), "amax": ((), amax)},
+        {**kernels.copies, **kernels.tensor_scales("amax")},
         **dataclasses.asdict(norm),
         power_of_two_scales=request.quantization.power_of_two_scales,
     )
@@ -147,15 +146,20 @@ def _first_pass(
     row = Result(kernels.rows)
     total, mean, rstd, amax, data, scale_inv = kernels.run(
         "te_norm",
-        [(kernels.x, x), (kernels.x, residual), (kernels.cols, gamma), (kernels.cols, beta), ((), None)],
-        [
-            None if residual is None else Result(kernels.x, np.dtype(x.dtype)),
-            row if norm.centered else None,
-            row,
-            AMAX if with_amax else None,
-            kernels.data if in_blocks else None,
-            kernels.block_scales()[0] if in_blocks else None,
-        ],
+        {
+            "x": (kernels.x, x),
+            "residual": (kernels.x, residual),
+            "gamma": (kernels.cols, gamma),
+            "beta": (kernels.cols, beta),
+        },
+        {
+            "sum": None if residual is None else Result(kernels.x, np.dtype(x.dtype)),
+            "mean": row if norm.centered else None,
+            "rstd": row,
+            "amax": AMAX if with_amax else None,
+            "data": kernels.data if in_blocks else None,
+            "scale_inv": kernels.block_scales()[0] if in_blocks else None,
+        },
         **dataclasses.asdict(norm),
         power_of_two_scales=request.quantization.power_of_two_scales,
     )
@@ -182,8 +186,19 @@ def norm_gradients(
         "te_norm_gradient",
         rows,
         cols,
-        [(like_x, x), (like_x, dy), (like_x, dsum), (cols, gamma), (rows, mean), (rows, rstd)],
-        [Result(like_x, np.dtype(x.dtype)), sums, sums if with_dbeta else None],
+        {
+            "x": (like_x, x),
+            "dy": (like_x, dy),
+            "dsum": (like_x, dsum),
+            "gamma": (cols, gamma),
+            "mean": (rows, mean),
+            "rstd": (rows, rstd),
+        },
+        {
+            "dx": Result(like_x, np.dtype(x.dtype)),
+            "dgamma_partial": sums,
+            "dbeta_partial": sums if with_dbeta else None,
+        },
         _WHOLE,
         **dataclasses.asdict(norm),
     )
@@ -192,6 +207,12 @@ def norm_gradients(
 
 def _known(
     rows: Dimensions, cols: Dimensions, x: Array, gamma: Array, beta: Array | None, mean: Array | None, rstd: Array
-) -> list[tuple[Dimensions, Array | None]]:
+) -> dict[str, tuple[Dimensions, Array | None]]:
     """The operands of a pass that knows the statistics."""
-    return [(rows + cols, x), (cols, gamma), (cols, beta), (rows, mean), (rows, rstd)]
+    return {
+        "x": (rows + cols, x),
+        "gamma": (cols, gamma),
+        "beta": (cols, beta),
+        "mean": (rows, mean),
+        "rstd": (rows, rstd),
+    }

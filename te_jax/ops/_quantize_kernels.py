@@ -93,14 +93,13 @@ def _by_tensor(x: Array, amax: Array | None, request: Request):
     current_amax = _amax_of_tensor(x, request) if amax is None else None
     data, transposed, scale_inv, transposed_scale_inv, seen_amax, dbias = kernels.run(
         "te_quantize_tensor",
-        [(kernels.x, x), ((), current_amax if amax is None else amax)],
-        [
-            kernels.data,
-            kernels.transposed,
-            *kernels.tensor_scales(amax_operand=1),
-            AMAX if request.with_amax and current_amax is None else None,
-            kernels.dbias,
-        ],
+        {"x": (kernels.x, x), "amax": ((), current_amax if amax is None else amax)},
+        {
+            **kernels.copies,
+            **kernels.tensor_scales("amax"),
+            "amax_out": AMAX if request.with_amax and current_amax is None else None,
+            "dbias_partial": kernels.dbias,
+        },
         power_of_two_scales=request.quantization.power_of_two_scales,
     )
     return (
@@ -112,7 +111,7 @@ def _by_tensor(x: Array, amax: Array | None, request: Request):
 
 def _amax_of_tensor(x: Array, request: Request) -> Array:
     kernels = Kernels(request, x.ndim)
-    (amax,) = kernels.run("te_amax_tensor", [(kernels.x, x)], [AMAX])
+    (amax,) = kernels.run("te_amax_tensor", {"x": (kernels.x, x)}, {"amax": AMAX})
     return amax
 
 
@@ -121,19 +120,21 @@ def _by_rows(x: Array, _: Array | None, request: Request):
     rows, cols = kernels.rows, kernels.cols
     row_amax, col_amax = kernels.run(
         "te_amax_rows",
-        [(kernels.x, x)],
-        [kernels.data and Result(rows, reduced_by="amax"), kernels.transposed and Result(cols, reduced_by="amax")],
+        {"x": (kernels.x, x)},
+        {
+            "row_amax": kernels.data and Result(rows, reduced_by="amax"),
+            "col_amax": kernels.transposed and Result(cols, reduced_by="amax"),
+        },
     )
     data, transposed, scale_inv, transposed_scale_inv, dbias = kernels.run(
         "te_quantize_rows",
-        [(kernels.x, x), (rows, row_amax), (cols, col_amax)],
-        [
-            kernels.data,
-            kernels.transposed,
-            kernels.data and Result(rows, scale_of=(1, request.quantization)),
-            kernels.transposed and Result(cols, scale_of=(2, request.quantization)),
-            kernels.dbias,
-        ],
+        {"x": (kernels.x, x), "row_amax": (rows, row_amax), "col_amax": (cols, col_amax)},
+        {
+            **kernels.copies,
+            "row_scale_inv": kernels.data and Result(rows, scale_of=("row_amax", request.quantization)),
+            "col_scale_inv": kernels.transposed and Result(cols, scale_of=("col_amax", request.quantization)),
+            "dbias_partial": kernels.dbias,
+        },
         power_of_two_scales=request.quantization.power_of_two_scales,
     )
     current_amax = None
@@ -145,17 +146,10 @@ def _by_rows(x: Array, _: Array | None, request: Request):
 def _by_blocks(x: Array, _: Array | None, request: Request):
     quantization = request.quantization
     kernels = Kernels(request, x.ndim, blocked_groups(quantization, request.copies))
-    scales = kernels.block_scales()
     data, scale_inv, transposed, transposed_scale_inv, dbias = kernels.run(
         "te_quantize_blocks",
-        [(kernels.x, x)],
-        [
-            kernels.data,
-            scales[0],
-            kernels.transposed,
-            scales[1],
-            kernels.dbias,
-        ],
+        {"x": (kernels.x, x)},
+        kernels.blocks | {"dbias_partial": kernels.dbias},
         **block_attributes(quantization),
     )
     current_amax = _amax_of_tensor(x, request) if request.with_amax else None
@@ -172,14 +166,14 @@ class Result:
       reduced_by: how a shard's results are combined over the dimensions of x that the result lacks. For "sum" the
         kernel returns a sum for every 128 rows, or columns where it sums over those, and those are added up.
       most_partials: in place of that, as many sums as there are rows, and no more than this.
-      scale_of: index of the amax operand whose scale's reciprocal this result holds, and how that scale follows.
+      scale_of: name of the amax operand whose scale's reciprocal this result holds, and how that scale follows.
     """
 
     dimensions: Dimensions
     dtype: np.dtype = _FLOAT32
     reduced_by: Literal["amax", "sum"] | None = None
     most_partials: int | None = None
-    scale_of: tuple[int, Quantization] | None = None
+    scale_of: tuple[str, Quantization] | None = None
 
     def partials(self, summed: int) -> int:
         """The number of sums that a kernel returns, of so many rows or columns."""
@@ -215,10 +209,27 @@ class Kernels:
         self.transposed = None if request.copies == "data" else Result(self.cols + self.rows, dtype)
         self.dbias = Result(self.cols, reduced_by="sum") if request.with_dbias else None
 
-    def tensor_scales(self, amax_operand: int) -> tuple[Result | None, Result | None]:
-        """The scales of both copies. One for each: XLA would copy one that a program returns twice."""
-        scale = Result((), scale_of=(amax_operand, self._quantization))
-        return self.data and scale, self.transposed and scale
+    @property
+    def copies(self) -> dict[str, Result | None]:
+        """Both copies by the names of results."""
+        return {"data": self.data, "transposed": self.transposed}
+
+    def tensor_scales(self, amax: str) -> dict[str, Result | None]:
+        """The scales of both copies, from the amax that this operand is. One for each: XLA would copy one that a
+        program returns twice."""
+        scale = Result((), scale_of=(amax, self._quantization))
+        return {"scale_inv": self.data and scale, "transposed_scale_inv": self.transposed and scale}
+
+    @property
+    def blocks(self) -> dict[str, Result | None]:
+        """Both copies and their scales of blocks by the names of results."""
+        scale_inv, transposed_scale_inv = self.block_scales()
+        return {
+            "data": self.data,
+            "scale_inv": scale_inv,
+            "transposed": self.transposed,
+            "transposed_scale_inv": transposed_scale_inv,
+        }
 
     def block_scales(self) -> tuple[Result | None, Result | None]:
         """The scales of both copies."""
@@ -231,8 +242,8 @@ class Kernels:
     def run(
         self,
         target: str,
-        operands: Sequence[tuple[Dimensions, Array | None]],
-        results: Sequence[Result | None],
+        operands: Mapping[str, tuple[Dimensions, Array | None]],
+        results: Mapping[str, Result | None],
         **attributes: Any,
     ) -> list[Any]:
         """`run_kernel` for the rows and cols of x."""
@@ -243,13 +254,13 @@ def run_kernel(
     target: str,
     rows: Dimensions,
     cols: Dimensions,
-    operands: Sequence[tuple[Dimensions, Array | None]],
-    results: Sequence[Result | None],
+    operands: Mapping[str, tuple[Dimensions, Array | None]],
+    results: Mapping[str, Result | None],
     replicated: tuple[str, ...] = (),
     axes: Mapping[str, tuple[str, ...]] | None = None,
     **attributes: Any,
 ) -> list[Any]:
-    """Runs a target on x and other operands; the target sees an array without elements in the place of a None.
+    """Runs a target on x and other operands, by their names. The target sees no elements in the place of a None.
 
     Args:
       target: of the extension.
@@ -264,13 +275,13 @@ def run_kernel(
         target,
         rows,
         cols,
-        tuple(None if operand is None else dimensions for dimensions, operand in operands),
-        tuple(results),
+        tuple((name, dimensions) for name, (dimensions, operand) in operands.items() if operand is not None),
+        tuple((name, result) for name, result in results.items() if result is not None),
         replicated,
         tuple(sorted(attributes.items())),
     )
-    arrays = iter(kernel(*[operand for _, operand in operands if operand is not None], axes=axes))
-    return [None if result is None else next(arrays) for result in results]
+    arrays = iter(kernel(*[operand for _, operand in operands.values() if operand is not None], axes=axes))
+    return [None if result is None else next(arrays) for result in results.values()]
 
 
 @functools.cache
@@ -278,17 +289,17 @@ def _kernel(
     target: str,
     rows: Dimensions,
     cols: Dimensions,
-    operand_dimensions: tuple[Dimensions | None, ...],
-    results: tuple[Result | None, ...],
+    operand_dimensions: tuple[tuple[str, Dimensions], ...],
+    results: tuple[tuple[str, Result], ...],
     replicated: tuple[str, ...],
     attributes: tuple[tuple[str, Any], ...],
 ) -> Callable[..., tuple[Array, ...]]:
     """A target as a function of arrays that may be sharded, without the absent operands and results."""
-    wanted = [result for result in results if result is not None]
+    wanted = [result for _, result in results]
     reduced = {result: set(rows + cols).difference(result.dimensions) for result in wanted if result.reduced_by}
 
     @sharding.per_shard(
-        f"{terms(operand_dimensions)} -> {terms([result.dimensions for result in wanted])}",
+        f"{terms([term for _, term in operand_dimensions])} -> {terms([result.dimensions for result in wanted])}",
         axes_of=[dimension[0] for dimension in rows + cols if any(dimension in over for over in reduced.values())],
         replicated=replicated,
         sizes={minor: BLOCK for dimension in rows + cols for minor in dimension[1:]},
@@ -296,16 +307,13 @@ def _kernel(
     def kernel(*operands: Array, axes: Mapping[str, tuple[str, ...]]) -> tuple[Array, ...]:
         if axes:
             return tuple(map(functools.partial(combined, axes), wanted, kernel(*operands)))
-        present = iter(operands)
-        arguments = [jnp.zeros((0,), _FLOAT32) if term is None else next(present) for term in operand_dimensions]
-        x = arguments[0]
+        arguments = {name: operand for (name, _), operand in zip(operand_dimensions, operands, strict=True)}
+        x = operands[0]
         batch_ndim = x.ndim - len(rows + cols)
         sizes = dict(zip(rows + cols, x.shape[batch_ndim:], strict=True))
         blocks = {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items()}
 
-        def type_of(result: Result | None) -> jax.ShapeDtypeStruct:
-            if result is None:
-                return jax.ShapeDtypeStruct((0,), _FLOAT32)
+        def type_of(result: Result) -> jax.ShapeDtypeStruct:
             shape = [(blocks | sizes)[dimension] for dimension in result.dimensions]
             summed = math.prod(size for dimension, size in sizes.items() if dimension not in result.dimensions)
             partial = [result.partials(summed)] if result.reduced_by == "sum" else []
@@ -313,8 +321,8 @@ def _kernel(
 
         values = native.call(
             target,
-            [type_of(result) for result in results],
-            *arguments,
+            {name: type_of(result) for name, result in results},
+            arguments,
             row_ndim=len(rows),
             batch_ndim=batch_ndim,
             **dict(attributes),
@@ -330,7 +338,7 @@ def _kernel(
             more = sharding.varying_axes(value) - sharding.varying_axes(amax)
             return scale_inv_of(amax, quantization) if more else value
 
-        return tuple(finished(result, value) for result, value in zip(results, values, strict=True) if result)
+        return tuple(finished(result, value) for result, value in zip(wanted, values, strict=True))
 
     def combined(axes: Mapping[str, tuple[str, ...]], result: Result, value: Array) -> Array:
         """A result of the whole array, from those of its shards."""

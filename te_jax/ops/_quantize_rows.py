@@ -49,7 +49,7 @@ def quantize_rows(
         return quantize_requested(_gathered(x, rows), None, request, use_native).array
     results, kernel = _kernel(request)
     arrays = iter(kernel(x, rows))
-    return quantized_array(x, [None if result is None else next(arrays) for result in results], request)
+    return quantized_array(x, [None if result is None else next(arrays) for result in results.values()], request)
 
 
 def _gathered(x: Array, rows: Array) -> Array:
@@ -60,16 +60,16 @@ def _gathered(x: Array, rows: Array) -> Array:
 
 
 @functools.cache
-def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., tuple[Array, ...]]]:
+def _kernel(request: Request) -> tuple[dict[str, Result | None], Callable[..., tuple[Array, ...]]]:
     """The results of te_quantize_blocks_of_rows, None for those that are not asked for; and the target as a function of
     arrays that may be sharded over their columns, which returns the others."""
     kernels = Kernels(request, 2, blocked_groups(request.quantization, request.copies))
-    scales = kernels.block_scales()
-    results = (kernels.data, scales[0], kernels.transposed, scales[1])
+    results = kernels.blocks
+    wanted = {name: result for name, result in results.items() if result is not None}
     table = (("t",), *kernels.cols)
 
     @sharding.per_shard(
-        f"{terms([table, kernels.rows])} -> {terms([result.dimensions for result in results if result])}",
+        f"{terms([table, kernels.rows])} -> {terms([result.dimensions for result in wanted.values()])}",
         replicated=("t", kernels.rows[0][0]),
         sizes={minor: BLOCK for dimension in kernels.x for minor in dimension[1:]},
     )
@@ -78,23 +78,15 @@ def _kernel(request: Request) -> tuple[tuple[Result | None, ...], Callable[..., 
         batch = x.shape[:-2]
         sizes = dict(zip(kernels.x, (rows.shape[-1], x.shape[-1]), strict=True))
         sizes |= {dimension[:1]: -(-size // BLOCK) for dimension, size in sizes.items() if len(dimension) > 1}
-        attributes: dict[str, Any] = block_attributes(request.quantization)
         # Tiles that read the same rows of x, such as those of experts, one after another: a cache then has them.
         order = jnp.argsort(rows[..., ::BLOCK], axis=-1).astype(jnp.int32)
-        values = native.call(
-            "te_quantize_blocks_of_rows",
-            [
-                jax.ShapeDtypeStruct((*batch, *(sizes[d] for d in result.dimensions)), result.dtype)
-                if result
-                else jax.ShapeDtypeStruct((0,), jnp.float32)
-                for result in results
-            ],
-            x,
-            rows,
-            order,
-            batch_ndim=len(batch),
-            **attributes,
-        )
-        return tuple(value for result, value in zip(results, values, strict=True) if result)
+        types = {
+            name: jax.ShapeDtypeStruct((*batch, *(sizes[d] for d in result.dimensions)), result.dtype)
+            for name, result in wanted.items()
+        }
+        operands = {"x": x, "rows": rows, "order": order}
+        attributes: dict[str, Any] = block_attributes(request.quantization)
+        target = "te_quantize_blocks_of_rows"
+        return tuple(native.call(target, types, operands, batch_ndim=len(batch), **attributes))
 
     return results, kernel

@@ -24,9 +24,7 @@ Algorithm = Literal["auto", "cublaslt", "te_jax"]
 Group = Literal["m", "n", "k"]
 """The outer dimensions of lhs and of rhs, and those summed over."""
 
-# The order in which te_gemm takes them.
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator")
-_ACCUMULATOR, _D = _OPERANDS.index("accumulator"), 0
 _FLOAT32 = np.dtype(jnp.float32)
 
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
@@ -175,7 +173,7 @@ def _per_shard(spec: GemmSpec) -> Callable[..., tuple[Array, ...]]:
         axes_of=over_k,
         replicated=spec.whole,
         sizes={f"{group}_": size for group, size in shard_multiples(spec.scaling).items() if spec.factors(group)},
-        reuse={names.index("accumulator"): _D} if in_place else None,
+        reuse={names.index("accumulator"): 0} if in_place else None,
     )
     def local(*operands: Array, axes: Mapping[str, Sequence[str]], reuse: Mapping[int, int] | None = None):
         arrays = dict(zip(names, operands, strict=True))
@@ -315,7 +313,6 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
         )
     batch, a_outer, _ = _groups(spec, "a", arrays)
     d = jax.ShapeDtypeStruct((*batch, *a_outer, *_groups(spec, "b", arrays)[1]), spec.dtype)
-    absent = jax.ShapeDtypeStruct((0,), jnp.float32)
     needs_workspace = native.has_gpu() and spec.algorithm != "te_jax"
     workspace = jax.ShapeDtypeStruct((_CUBLASLT_WORKSPACE_BYTES if needs_workspace else 0,), jnp.uint8)
     operands = {name: arrays[name] for name in spec.operands}
@@ -323,11 +320,12 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
         operands["bias"] = operands["bias"].astype(spec.dtype)
     if spec.accumulator == "overwrite" and not in_place:
         del operands["accumulator"]
-    d, preactivation, _ = native.call(
+    results = {"d": d} | ({"preactivation": d} if spec.save_preactivation else {})
+    *arrays_of_d, _ = native.call(
         "te_gemm",
-        (d, d if spec.save_preactivation else absent, workspace),
-        *(operands[name] if name in operands else jnp.zeros((0,), jnp.float32) for name in _OPERANDS),
-        aliases={_ACCUMULATOR: _D} if in_place else None,
+        results | {"workspace": workspace},
+        operands,
+        aliases={"accumulator": "d"} if in_place else None,
         a_outer_ndim=spec.a_outer_ndim,
         b_outer_ndim=spec.b_outer_ndim,
         a_summed_first=spec.a_summed_first,
@@ -338,7 +336,7 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
         fast_accumulation=spec.fast_accumulation,
         algorithm=spec.algorithm,
     )
-    return (d, preactivation) if spec.save_preactivation else (d,)
+    return tuple(arrays_of_d)
 
 
 def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dict[str, Array]] | None:

@@ -30,12 +30,12 @@ def bf16(*shape):
 def statistics(logits, labels, results=None, **attributes):
     attributes = {"softcap": 0.0, "padding": 0, "with_total": True, **attributes}
     rows = f32(*labels.shape)
-    return native.call(STATISTICS, results or (rows, rows, rows), logits, labels, **attributes)
+    return native.call_in_order(STATISTICS, results or (rows, rows, rows), logits, labels, **attributes)
 
 
 def gradient(logits, labels, lse, weight, results=None, **options):
     attributes = {"softcap": 0.0, "padding": 0, "label_smoothing": 0.0, "uniform": 0.0, "z_loss": 0.0, **options}
-    return native.call(GRADIENT, results or (logits,), logits, labels, lse, weight, **attributes)[0]
+    return native.call_in_order(GRADIENT, results or (logits,), logits, labels, lse, weight, **attributes)[0]
 
 
 def random(rng, *shape, dtype=jnp.float32):
@@ -132,7 +132,7 @@ def test_refusal_names_operation_operand_dtype_and_dimensions(call, message):
 def test_refusal_of_missing_attributes():
     rows = f32(3)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"softcap|attributes"):
-        jax.block_until_ready(native.call(STATISTICS, (rows, rows, rows), LOGITS, LABELS, with_total=True))
+        jax.block_until_ready(native.call_in_order(STATISTICS, (rows, rows, rows), LOGITS, LABELS, with_total=True))
 
 
 def test_process_survives_refusals():

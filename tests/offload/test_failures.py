@@ -13,17 +13,19 @@ LAYERS, ROW = 4, 512
 
 def of_its_pass(token, slots):
     """An end without a pass."""
-    return native.call("te_offload_end_store", [token], token, token, slots[:1], aliases={0: 0})
+    return native.call_in_order("te_offload_end_store", [token], token, token, slots[:1], aliases={0: 0})
 
 
 def of_another_operation(token, slots):
     """An operand of a dtype that the kernel does not have."""
-    return native.call("te_amax_tensor", [jax.ShapeDtypeStruct((1,), jnp.float32)], token, row_ndim=1, batch_ndim=0)
+    return native.call_in_order(
+        "te_amax_tensor", [jax.ShapeDtypeStruct((1,), jnp.float32)], token, row_ndim=1, batch_ndim=0
+    )
 
 
 def of_its_operands(token, slots):
     """A call that XLA refuses before the handler sees its operands."""
-    return native.call("te_gemm", [token], token)
+    return native.call_in_order("te_gemm", [token], token)
 
 
 @pytest.mark.usefixtures("native_kernels")
@@ -40,12 +42,14 @@ def test_copies_have_ended_when_a_call_has_failed(fail, reason, rng):
     @jax.jit
     def run(x, stack):
         token = jnp.zeros(1, jnp.int32)
-        shapes = [jax.ShapeDtypeStruct((rows, ROW), jnp.uint8) for rows in (LAYERS, 1, 0)]  # slots, kept, stack
+        rows = {"slots": LAYERS, "kept": 1, "stack": 0}
+        results = {name: jax.ShapeDtypeStruct((count, ROW), jnp.uint8) for name, count in rows.items()}
         token, slots, kept, _ = native.call_once(
-            "te_offload_begin_store", (token, *shapes), token, stacked=LAYERS, sizes=(ROW,)
+            "te_offload_begin_store", {"token_out": token, **results}, {"token": token}, stacked=LAYERS, sizes=(ROW,)
         )
         for layer in range(LAYERS):
-            (token,) = native.call_once("te_offload_store", (token,), x[layer], token, stack, slots, kept, piece=0)
+            operands = {"x": x[layer], "token": token, "stack": stack, "slots": slots, "kept": kept}
+            (token,) = native.call_once("te_offload_store", {"token_out": token}, operands, piece=0)
         return fail(token, slots)
 
     x = jax.device_put(rng.integers(0, 256, (LAYERS, ROW), np.uint8))

@@ -357,7 +357,7 @@ def test_handlers_refuse(operands, changed, message, native_kernels):
     result = [jax.ShapeDtypeStruct((), np.float32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"te_activation_amax: {message}")):
         jax.block_until_ready(
-            jax.jit(lambda *a: native.call("te_activation_amax", result, *a, **attributes))(*operands)
+            jax.jit(lambda *a: native.call_in_order("te_activation_amax", result, *a, **attributes))(*operands)
         )
 
 
@@ -389,7 +389,7 @@ def test_gradient_handler_refuses(changed, message, native_kernels):
 
     def run(*operands):
         types = [jax.ShapeDtypeStruct(*result) for result in results.values()]
-        return native.call("te_activation_gradient_tensor", types, *operands, **attributes)
+        return native.call_in_order("te_activation_gradient_tensor", types, *operands, **attributes)
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"te_activation_gradient_tensor: {message}")):
         jax.block_until_ready(jax.jit(run)(*operands.values()))
@@ -414,7 +414,7 @@ def test_gradient_handler_refuses_weights(weights, partial, message, native_kern
     types = [jax.ShapeDtypeStruct(*result) for result in (*copies, *copies, absent, absent, (partial, np.float32))]
 
     def run(*operands):
-        return native.call("te_activation_gradient_blocks", types, *operands, **attributes)
+        return native.call_in_order("te_activation_gradient_blocks", types, *operands, **attributes)
 
     expected = pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"te_activation_gradient_blocks: {message}"))
     with contextlib.nullcontext() if message == "ok" else expected:
@@ -426,6 +426,8 @@ def test_handlers_write_amaxes_of_nothing(native_kernels):
     attributes = FUNCTION | {"row_ndim": 1, "batch_ndim": 1}
     result = [jax.ShapeDtypeStruct((4096,), np.float32)]
     x = np.zeros((4096, 0, 8), np.float32)
-    compiled = jax.jit(lambda x: native.call("te_activation_amax", result, x, x, **attributes)).lower(x).compile()
+    compiled = (
+        jax.jit(lambda x: native.call_in_order("te_activation_amax", result, x, x, **attributes)).lower(x).compile()
+    )
     jax.block_until_ready([jax.device_put(np.full(4096, np.nan, np.float32), may_alias=False) for _ in range(64)])
     assert (np.asarray(compiled(x)[0]) == 0).all()

@@ -156,7 +156,7 @@ def call(**given):
         (operands if name in operands else results if name in results else attributes)[name] = value
     if jax.default_backend() == "gpu" and "workspace" not in given:
         results["workspace"] = jax.ShapeDtypeStruct((2**25 + 512,), jnp.uint8)
-    return native.call("te_gemm", tuple(results.values()), *operands.values(), **attributes)[0]
+    return native.call_in_order("te_gemm", tuple(results.values()), *operands.values(), **attributes)[0]
 
 
 def fp8(*shape, dtype=E4M3):

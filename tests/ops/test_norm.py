@@ -357,7 +357,7 @@ def test_handlers_refuse(changed, results, message, native_kernels):
     types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     operands = X, X, NONE, ONES, ROW, ROW
     with pytest.raises(Exception, match=re.escape(f"te_norm_gradient: {message}")):
-        jax.block_until_ready(native.call("te_norm_gradient", types, *operands, **(NORM | changed)))
+        jax.block_until_ready(native.call_in_order("te_norm_gradient", types, *operands, **(NORM | changed)))
 
 
 def test_unwanted_partial_sums_are_zero(native_kernels):
@@ -366,6 +366,6 @@ def test_unwanted_partial_sums_are_zero(native_kernels):
     for rows in (0, 4):
         x, row = jnp.ones((rows, 8)), jnp.ones(rows)
         types[0] = jax.ShapeDtypeStruct((rows, 8), np.float32)
-        _, dgamma, dbeta = native.call("te_norm_gradient", types, x, x, NONE, ONES, row * 0, row, **NORM)
+        _, dgamma, dbeta = native.call_in_order("te_norm_gradient", types, x, x, NONE, ONES, row * 0, row, **NORM)
         np.testing.assert_array_equal(np.sum(dgamma, axis=0), np.full(8, rows))
         np.testing.assert_array_equal(np.sum(dbeta, axis=0), np.full(8, rows))

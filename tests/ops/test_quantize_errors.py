@@ -78,7 +78,7 @@ def test_handlers_refuse(target, operands, results, attributes, message, native_
     results = [jax.ShapeDtypeStruct(*result) for result in results]
     attributes = {"row_ndim": 1, "batch_ndim": 0} | attributes
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
-        jax.block_until_ready(jax.jit(lambda *a: native.call(target, results, *a, **attributes))(*operands))
+        jax.block_until_ready(jax.jit(lambda *a: native.call_in_order(target, results, *a, **attributes))(*operands))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_quantizing_handler_refuses(changed, message, native_kernels):
     } | changed
     results = [jax.ShapeDtypeStruct(*result) for result in results.values()]
     attributes = {"row_ndim": 1, "batch_ndim": 0, "power_of_two_scales": False}
-    run = jax.jit(lambda x: native.call("te_quantize_tensor", results, x, jnp.float32(1), **attributes))
+    run = jax.jit(lambda x: native.call_in_order("te_quantize_tensor", results, x, jnp.float32(1), **attributes))
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)):
         jax.block_until_ready(run(X))
 
@@ -114,7 +114,7 @@ def call_on_nothing(target, shape, results, batch_ndim=0, **attributes):
     results = [jax.ShapeDtypeStruct(*result) for result in results]
     operands = [jnp.zeros(shape)] + [jnp.ones(4096)] * (target == "te_quantize_tensor")
     attributes |= {"row_ndim": 1, "batch_ndim": batch_ndim}
-    compiled = jax.jit(lambda *a: native.call(target, results, *a, **attributes)).lower(*operands).compile()
+    compiled = jax.jit(lambda *a: native.call_in_order(target, results, *a, **attributes)).lower(*operands).compile()
     jax.block_until_ready([jnp.full(4096, jnp.nan) for _ in range(64)])
     return compiled(*operands)
 

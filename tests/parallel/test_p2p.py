@@ -575,7 +575,7 @@ def alone(target, results, left_out=(), **given):
     for name in left_out:
         operands.pop(name, None)
         results.pop(name, None)
-    return native.call(target, tuple(results.values()), *operands.values(), **attributes)
+    return native.call_in_order(target, tuple(results.values()), *operands.values(), **attributes)
 
 
 gather_alone = functools.partial(alone, "te_all_gather_gemm", {"y": (1, 2, 4), "gathered": (1, 2, 4), "scales": (0,)})
@@ -688,7 +688,7 @@ def gather(rows=1, pieces=1, others=(), put=False):
         operands = x, jnp.zeros(0), *(jnp.zeros(size) for size in others)
         gathered = (pieces, 2 * rows, 8), (0,), *((2, size) for size in others)
         results = *(jax.ShapeDtypeStruct(shape, F32) for shape in gathered), WORKSPACE
-        found = native.call("te_all_gather_gemm", results, *operands, **OF_TWO | {"products": 0, "put": put})
+        found = native.call_in_order("te_all_gather_gemm", results, *operands, **OF_TWO | {"products": 0, "put": put})
         return sum(jnp.sum(result) for result in found[:-1])[None]
 
     return run
@@ -702,7 +702,7 @@ def scatter(rows):
         operands = jnp.broadcast_to(x[0, 0], (1, 2, rows, 8)), empty, jnp.ones((8, 8)), empty, empty
         z, received = (jax.ShapeDtypeStruct(shape, F32) for shape in ((1, rows, 8), (1, 1, rows, 8)))
         results = z, received, ABSENT, ABSENT, WORKSPACE
-        return jnp.sum(native.call("te_gemm_reduce_scatter", results, *operands, **OF_TWO)[0])[None]
+        return jnp.sum(native.call_in_order("te_gemm_reduce_scatter", results, *operands, **OF_TWO)[0])[None]
 
     return run
 

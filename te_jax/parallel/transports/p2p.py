@@ -157,7 +157,7 @@ def _native_all_gather_gemm(
     # Other processes cannot write to arrays that XLA has allocated.
     put = spec.p2p.protocol != "get" and not group["shared_bytes"]
     attributes = _attributes(spec, x, kernels) | {"keep_gathered": keep_gathered, "put": put}
-    arrays = native.call("te_all_gather_gemm", results, *map(_present, operands), **attributes, **group)
+    arrays = native.call_in_order("te_all_gather_gemm", results, *map(_present, operands), **attributes, **group)
     ys, (gathered, _, *gathered_extras) = arrays[: len(kernels)], arrays[len(kernels) :]
     products = tuple(with_bias(y, None if fuses else bias, spec.out_dtype) for y, bias in zip(ys, biases, strict=True))
     return products, gathered if keep_gathered else None, tuple(gathered_extras[: len(extras)])
@@ -181,7 +181,7 @@ def _native_gemm_reduce_scatter(
         operands += [x.data, x.scale_inv, kernel.data, kernel.scale_inv]
     operands.append(bias)
     attributes = _attributes(spec, xs[0], kernels) | {"keep_gathered": False, "put": False}
-    z, *_ = native.call("te_gemm_reduce_scatter", results, *map(_present, operands), **attributes, **group)
+    z, *_ = native.call_in_order("te_gemm_reduce_scatter", results, *map(_present, operands), **attributes, **group)
     return z.astype(spec.out_dtype)
 
 
