@@ -21,7 +21,7 @@ struct Groups {
 };
 
 // Products of FP8 operands, not both E5M2, without gelu. Arrays begin at multiples of 16 bytes, and so do those of
-// every product of a batch but for scales, of which only a's must, and only with blocks. k is a multiple of 16, n of 8,
+// every product of a batch but for scales, of which only a's must, and only with blocks. k and n are multiples of 16,
 // and with blocks m of 4.
 Status Run(cudaStream_t stream, const Problem& problem);
 

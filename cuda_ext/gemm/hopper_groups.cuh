@@ -82,9 +82,9 @@ class RangeTable {
       int row = Row(i);
       const int next_row = Row(next);
 #pragma unroll
-      for (int apart = 1; apart < 32; apart *= 2) {
-        const int other = __shfl_up_sync(~0u, row, apart);
-        if (lane >= apart) row = max(row, other);
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, row, distance);
+        if (lane >= distance) row = max(row, other);
       }
       row = max(row, row_before);
       row_before = __shfl_sync(~0u, row, 31);
@@ -94,9 +94,9 @@ class RangeTable {
         const int tiles = has_rows ? CeilDiv(next_row - FirstRow(row), C::kBM) : 0;
         int through = tiles;
 #pragma unroll
-        for (int apart = 1; apart < 32; apart *= 2) {
-          const int other = __shfl_up_sync(~0u, through, apart);
-          if (lane >= apart) through += other;
+        for (int distance = 1; distance < 32; distance *= 2) {
+          const int other = __shfl_up_sync(~0u, through, distance);
+          if (lane >= distance) through += other;
         }
         if (first + lane <= ranges) {
           StoreShared(rows_ + 4 * (ranges + 1 + first + lane), tiles_before + through - tiles);
@@ -193,24 +193,24 @@ class TileSlots {
 
   __device__ __forceinline__ void Init() const {
     for (int i = 0; i < C::kSlots; ++i) {
-      BarrierInit(Told(i), 1);
-      BarrierInit(Read(i), C::kMathWarps);
+      BarrierInit(Full(i), 1);
+      BarrierInit(Empty(i), C::kMathWarps);
     }
   }
 
-  // By the thread that feeds.
-  __device__ __forceinline__ void Tell(const Place& place, int n0) {
-    BarrierWait(Read(ring_.stage), ring_.parity ^ 1);
+  // By the producer.
+  __device__ __forceinline__ void Publish(const Place& place, int n0) {
+    BarrierWait(Empty(ring_.stage), ring_.parity ^ 1);
     StoreShared(Slot(), Chunk(place.m0, place.first_row, place.rows, n0));
     StoreShared(Slot() + 16, Chunk(place.steps, place.product, place.first_step, 0));
-    BarrierArrive(Told(ring_.stage));
+    BarrierArrive(Full(ring_.stage));
     ring_.Advance();
   }
-  __device__ __forceinline__ void TellEnd() { Tell({0, 0, 0, 0, 0, kEnd}, 0); }
+  __device__ __forceinline__ void PublishEnd() { Publish({0, 0, 0, 0, 0, kEnd}, 0); }
 
-  // By whole warps that multiply, which let go of every tile before they ask for the next.
+  // By whole warps that multiply, which release every tile before they ask for the next.
   __device__ __forceinline__ bool Next(const Problem&, Tile* tile) const {
-    BarrierWait(Told(ring_.stage), ring_.parity);
+    BarrierWait(Full(ring_.stage), ring_.parity);
     tile->n0 = LoadSharedInt(Slot() + 12);
     return LoadSharedInt(Slot() + 16) != kEnd;
   }
@@ -219,9 +219,9 @@ class TileSlots {
     return {static_cast<int>(sum.y),  static_cast<int>(rows.x), static_cast<int>(rows.y),
             static_cast<int>(rows.z), static_cast<int>(sum.z),  static_cast<int>(sum.x)};
   }
-  __device__ __forceinline__ void LetGo(int lane) {
+  __device__ __forceinline__ void Release(int lane) {
     __syncwarp();
-    if (lane == 0) BarrierArrive(Read(ring_.stage));
+    if (lane == 0) BarrierArrive(Empty(ring_.stage));
     ring_.Advance();
   }
 
@@ -232,8 +232,8 @@ class TileSlots {
     return {static_cast<uint32_t>(x), static_cast<uint32_t>(y), static_cast<uint32_t>(z), static_cast<uint32_t>(w)};
   }
   __device__ __forceinline__ uint32_t Slot() const { return shared_ + 32 * ring_.stage; }
-  __device__ __forceinline__ uint32_t Told(int slot) const { return shared_ + 32 * C::kSlots + 8 * slot; }
-  __device__ __forceinline__ uint32_t Read(int slot) const { return shared_ + 40 * C::kSlots + 8 * slot; }
+  __device__ __forceinline__ uint32_t Full(int slot) const { return shared_ + 32 * C::kSlots + 8 * slot; }
+  __device__ __forceinline__ uint32_t Empty(int slot) const { return shared_ + 40 * C::kSlots + 8 * slot; }
 
   const uint32_t shared_;
   Ring<C::kSlots> ring_;

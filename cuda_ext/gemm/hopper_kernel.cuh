@@ -227,10 +227,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   Ring<C::kStages> ring;
   Tile tile;
   if (threadIdx.x >= 32 * C::kMathWarps) {
-    GiveRegisters<C::kFeedRegisters>();
-    // One thread feeds. With groups its warp finds the tiles.
-    const bool feeds = threadIdx.x == 32 * C::kMathWarps;
-    if (kIsGrouped ? threadIdx.x / 32 == C::kMathWarps : feeds) {
+    DeallocateRegisters<C::kFeedRegisters>();
+    // One thread is the producer. With groups its warp finds the tiles.
+    const bool is_producer = threadIdx.x == 32 * C::kMathWarps;
+    if (kIsGrouped ? threadIdx.x / 32 == C::kMathWarps : is_producer) {
       auto tiles = [&] {
         if constexpr (kIsGrouped) {
           return GroupedTiles<C>(arguments.groups, table);
@@ -247,8 +247,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         const int of_b = p.batch.b_stride != 0 ? product : 0;
         const int first_row_scale = product * static_cast<int>(p.batch.a_scales_stride) + m0;
         if constexpr (kIsGrouped) {
-          if (!feeds) continue;
-          slots.Tell(place, n0);
+          if (!is_producer) continue;
+          slots.Publish(place, n0);
         }
         for (int i = 0; i < steps; ++i, ring.Advance()) {
           int before_pair;
@@ -270,17 +270,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         }
       }
       if constexpr (kIsGrouped) {
-        if (feeds) slots.TellEnd();
+        if (is_producer) slots.PublishEnd();
       }
     }
   } else {
-    TakeRegisters<C::kMathRegisters>();
+    AllocateRegisters<C::kMathRegisters>();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32;
-    const int lane = static_cast<int>(Kept(threadIdx.x % 32));
+    const int lane = static_cast<int>(InRegister(threadIdx.x % 32));
     const int group_row = group * (64 * C::kSubtiles);
     const uint32_t warp_staging = staging + warp * C::kStagedBoxes * C::kBytesBox;
     // Two lanes tell the two blocks that the warp is done with a stage.
-    const uint32_t empty_of_lane = Kept(lane < 2 ? PeerAddress(empty, lane) : 0);
+    const uint32_t empty_of_lane = InRegister(lane < 2 ? PeerAddress(empty, lane) : 0);
     auto release = [&](uint32_t stage) {
       if (empty_of_lane != 0) BarrierArrive(empty_of_lane + 8 * stage);
     };
@@ -316,7 +316,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
     };
 
     // Where a lane's scales lie in the first stage.
-    const uint32_t scales_of_rows = Kept(scales + 4 * (group_row + warp % 4 * 16 + lane / 4));
+    const uint32_t scales_of_rows = InRegister(scales + 4 * (group_row + warp % 4 * 16 + lane / 4));
     const uint32_t scale_of_columns = scales + C::kBytesRowScales;
     auto tiles = [&] {
       if constexpr (kIsGrouped) {
@@ -336,7 +336,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
             BarrierWait(full + 8 * ring.stage, ring.parity);
             release(ring.stage);
           }
-          tiles.LetGo(lane);
+          tiles.Release(lane);
           continue;
         }
       }
@@ -428,7 +428,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
 
       // Once more, rather than keep it in registers.
       Epilogue<C>(arguments, total, tiles.PlaceOf(p, tile), group_row, n0, warp_staging).Run();
-      if constexpr (kIsGrouped) tiles.LetGo(lane);
+      if constexpr (kIsGrouped) tiles.Release(lane);
     }
     if (lane == 0) BulkWaitRead();  // shared memory must outlive what is sent from it
   }

@@ -29,11 +29,11 @@ inline CUtensorMapDataType TensorMapType(Type type) {
 // 0.
 inline bool DescribeMatrices(CUtensorMap* map, Type type, const void* data, int64_t rows, int64_t columns,
                              int64_t count, int64_t stride, int box_rows) {
-  const int64_t size = SizeOf(type), apart = stride != 0 ? stride : rows * columns;
+  const int64_t size = SizeOf(type), matrix_stride = stride != 0 ? stride : rows * columns;
   return DescribeBoxes<3>(map, TensorMapType(type), data,
                           {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
                            static_cast<cuuint64_t>(stride != 0 ? count : 1)},
-                          {static_cast<cuuint64_t>(columns * size), static_cast<cuuint64_t>(apart * size)},
+                          {static_cast<cuuint64_t>(columns * size), static_cast<cuuint64_t>(matrix_stride * size)},
                           {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box_rows), 1},
                           CU_TENSOR_MAP_SWIZZLE_128B);
 }

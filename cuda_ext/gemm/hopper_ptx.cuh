@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t PeerAddress(uint32_t address, uint32_t rank)
 
 // The value, which the assembler keeps in a register rather than work it out again wherever it is needed: that it comes
 // back from this shuffle unchanged is more than it knows.
-__device__ __forceinline__ uint32_t Kept(uint32_t value) { return __shfl_sync(~0u, value, threadIdx.x % 32); }
+__device__ __forceinline__ uint32_t InRegister(uint32_t value) { return __shfl_sync(~0u, value, threadIdx.x % 32); }
 
 __device__ __forceinline__ uint32_t ClusterRank() {
   uint32_t rank;
@@ -145,11 +145,11 @@ __device__ __forceinline__ void AddBox(const CUtensorMap* map, int32_t x, int32_
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void GiveRegisters() {
+__device__ __forceinline__ void DeallocateRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void TakeRegisters() {
+__device__ __forceinline__ void AllocateRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
