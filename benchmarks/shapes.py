@@ -528,6 +528,8 @@ FLAX_MODELS_GPU = (
     StepShape(depths=(4,), batch=1, sequence=8192, **_STEP_8B),
 )
 
+MUON_GPU = (STEP_GPU[0], STEP_GPU[4])  # of which the kernels matter
+
 STEP_CPU = (
     StepShape(
         short="train",

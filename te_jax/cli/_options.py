@@ -150,6 +150,11 @@ class Training(_Group):
 
     steps: int = _option(200, "optimizer steps; with --resume, a larger number extends the run")
     seed: int = _option(0, "seed of parameters or adapters, order of the data and stochastic rounding")
+    optimizer: str = _option(
+        "adam",
+        "adam, or muon: the kernels of hidden layers by Muon, in updates as large as Adam's, and all else by Adam",
+        choices=("adam", "muon"),
+    )
     learning_rate: float | None = _option(
         None,
         "peak of the schedule (0.384 / width of the model; with --from 0.00002, with --lora 0.0002)",
@@ -250,7 +255,7 @@ class Precision(_Group):
         "with --head-recipe: the logits, too, are computed in FP8, which is faster and loses most of the accuracy",
         action="store_true",
     )
-    optimizer_state: str = _option("f32", f"dtype of Adam's moments: {', '.join(STATE_DTYPES)}")
+    optimizer_state: str = _option("f32", f"dtype of the optimizer's moments: {', '.join(STATE_DTYPES)}")
     parameters: str = _option(
         "auto",
         "dtype of the parameters that the model reads; beside bfloat16 the optimizer keeps the other 16 bits of "
@@ -291,7 +296,7 @@ class Memory(_Group):
     )
     offload: str = _option(
         "none",
-        "what waits in host memory while it is not needed: activations, optimizer (Adam's moments), or both with a "
+        "what waits in host memory while it is not needed: activations, optimizer (its moments), or both with a "
         "comma between",
         metavar="WHAT",
     )

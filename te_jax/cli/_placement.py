@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax.cli import _processes
@@ -72,13 +73,19 @@ class Placement(NamedTuple):
             frozen = operand_specs(of_frozen, state.frozen)
         structure = jax.tree.structure(state.params)
 
+        def is_masked(node: object) -> bool:
+            return isinstance(node, optax.MaskedNode)  # in the place of a parameter of another optimizer
+
         def one_for_each_parameter(part: Any) -> bool:
-            return jax.tree.structure(part) == structure
+            return jax.tree.structure(part, is_leaf=is_masked) == structure
 
         def shardings(part: Any) -> Any:
             if not one_for_each_parameter(part):
                 return self.state
-            return jax.tree.map(self._like_parameter, part, specs)
+            return jax.tree.map(
+                lambda leaf, spec: leaf if is_masked(leaf) else self._like_parameter(leaf, spec),
+                part, specs, is_leaf=is_masked,
+            )  # fmt: skip
 
         kernels = jax.tree.map(
             lambda kernel, spec: None if kernel is None else operand_specs(spec, kernel),

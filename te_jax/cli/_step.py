@@ -93,8 +93,8 @@ class Learner(NamedTuple):
 
 
 def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
-    """AdamW after clipping the gradient's norm, with moments in `model.state_dtype` that are rounded at random, and the
-    rest of float32 weights where parameters are bfloat16.
+    """AdamW or Muon after clipping the gradient's norm, with moments in `model.state_dtype` that are rounded at random,
+    and the rest of float32 weights where parameters are bfloat16.
 
     After warming up, the rate falls along a cosine to a twentieth of its peak. A norm of 0 clips nothing.
     """
@@ -106,19 +106,17 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
         decay_steps=training.steps,
         end_value=plan.learning_rate / 20,
     )
-    adamw = optim.adamw(
-        schedule,
-        b2=0.95,
-        weight_decay=0.1,
-        mu_dtype=model.state_dtype,
-        nu_dtype=model.state_dtype,
-        master_dtype="int16" if model.parameters == "bfloat16" else None,
-        seed=jnp.uint32(training.seed),
-    )
+    of_both: dict[str, Any] = {"weight_decay": 0.1, "mu_dtype": model.state_dtype, "seed": jnp.uint32(training.seed)}
+    of_weights: dict[str, Any] = {"master_dtype": "int16" if model.parameters == "bfloat16" else None}
+    adamw = functools.partial(optim.adamw, schedule, b2=0.95, nu_dtype=model.state_dtype, **of_both)
+    if training.optimizer == "muon":
+        optimizer = optim.muon(schedule, consistent_rms=0.2, adam=adamw(), **of_both, **of_weights)
+    else:
+        optimizer = adamw(**of_weights)
     if "optimizer" in plan.options.memory.offloaded:
-        adamw = optim.offload(adamw, min_size=_config.OFFLOAD_MIN_SIZE)
+        optimizer = optim.offload(optimizer, min_size=_config.OFFLOAD_MIN_SIZE)
     clips = [optax.clip_by_global_norm(training.clip_norm)] if training.clip_norm else []
-    return optax.chain(*clips, adamw)
+    return optax.chain(*clips, optimizer)
 
 
 def build_loss(plan: Plan, model: Model) -> LossFunction:

@@ -23,6 +23,7 @@ from benchmarks import (
     layer,
     linear_cross_entropy,
     moe,
+    muon,
     norm,
     offload,
     quantize,
@@ -83,6 +84,7 @@ _LOSSES = ("te_jax", "te_jax_donated", "jnp", "copy")
 _QUANTIZE = ("te_jax", "te_jax_reference", "jnp", "copy")
 _PRODUCTS = ("te_jax_block", "te_jax", "ragged_dot")
 
+OF_OPTAX = 2 * 5 * sum(4 * m * m * n + 2 * m**3 for m, n in [(128, 128)] * 2 + [(64, 128)] * 2 + [(128, 256)] * 3)
 FAMILIES = {
     "activation": Family(
         activation,
@@ -107,6 +109,16 @@ FAMILIES = {
         },
         operations=("float8",),
         unchecked="",  # three steps with another parameter are
+        no_reference="",
+    ),
+    "muon": Family(
+        muon,
+        shapes.STEP_CPU[0],
+        ("te_jax", "optax"),
+        {"step": ("te_jax", "optax")},
+        {"step optax": {"flops": OF_OPTAX}},
+        operations=None,
+        unchecked="",  # three steps with other kernels are
         no_reference="",
     ),
     "collective_matmul, FP8": Family(

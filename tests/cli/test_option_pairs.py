@@ -41,6 +41,7 @@ OPTIONS = {
     "recipe": tuple(f"--recipe {name}" for name in _options.RECIPES),
     "head": tuple(f"--head-recipe {name}" for name in _options.RECIPES if name != "delayed"),
     "logits": ("", "--fp8-logits"),
+    "optimizer": ("", "--optimizer muon"),
     "state": tuple(f"--optimizer-state {name}" for name in _options.STATE_DTYPES),
     "remat": ("", "--remat", "--remat attention"),
     "parameters": ("", "--parameters float32"),  # auto is bfloat16 here
