@@ -143,22 +143,22 @@ def test_errors_of_the_head_are_those_of_numpy(products, contracting, rng):
 
 def test_layers_that_fp8_cannot_take_are_named_below_the_table(rng, tmp_path, monkeypatch):
     """Those with a bias and an activation are compared by their products."""
-    params = {"up": normal(rng, 64, 64), "bias": normal(rng, 64), "odd": normal(rng, 64, 3)}
+    params = {"up": normal(rng, 64, 64), "bias": normal(rng, 64), "odd": normal(rng, 2, 64, 3)}
 
     def loss(params, x):
         h = ops.dense(x, params["up"], params["bias"], activation="gelu")
-        return jnp.sum(ops.dense(h, params["odd"]))
+        return jnp.sum(ops.grouped_dense(h, params["odd"], np.array([8, 8], np.int32)))
 
     found = compare(loss, params, normal(rng, 16, 64), recipe=CurrentScaling(), argnums=(0, 1))
     (row,) = found.layers
     assert row.layer == "up"
     assert all(0.005 < error < 0.15 for error in (row.y, row.dx, row.dkernel)), row
     assert list(found.plain) == ["odd"]
-    assert "3 features out" in found.plain["odd"]
+    assert "kernel has 3 values of `out`" in found.plain["odd"]
     lines = str(found).splitlines()
     assert lines[0].split() == ["layer", "y", "dx", "dkernel", "nonfinite", "worst", "tensor"]
     assert lines[2].startswith("up ")
-    assert lines[-1].startswith("odd stays as it is: kernel has shape (64, 3)")
+    assert lines[-1].startswith("odd stays as it is: kernel has 3 values")
     assert hash(found) == hash(found)
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "errors.png")

@@ -28,7 +28,7 @@ MODULES = [
 
 FUNCTIONS = {f"{module.__name__}.{name}": getattr(module, name) for module in MODULES for name in module.__all__}
 EXAMPLES = {name: function for name, function in FUNCTIONS.items() if ">>>" in (function.__doc__ or "")}
-NEED_FILES = {"te_jax.models.config_from_hf", "te_jax.models.to_hf"}
+NEED_FILES = {f"te_jax.models.{name}" for name in ("config_from_hf", "to_hf", "from_peft", "to_peft")}
 
 
 @pytest.mark.slow  # as examples of pages, they run each operation of JAX by itself, which are programs of their own
