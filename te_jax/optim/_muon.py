@@ -29,7 +29,10 @@ _STACKED = 8
 """Matrices of one shape that a loop takes one after the other, at least: a program with each by itself would have
 hundreds of times as many products, and with all in one array another copy of the model."""
 
-_NO_KERNEL = re.compile(r"(^|_)(bias|scale|norm|ln|sinks|embed(ding)?|wte|wpe|(lm_?)?head|logits|conv)(\d|_|$)")
+_NO_KERNEL = re.compile(
+    r"(^|_)(bias|scale|sinks|norm|ln|(lm_?)?head|logits)(_?\d+)?$"  # at the end: a multi-head attention has kernels
+    r"|(^|_)(embed|embedding|embedder|emb|wte|wpe|conv)(\d|_|$)"
+)
 _READS_HEADS = re.compile(r"(^|_)(out|o|o_proj)$")
 _WRITES_HEADS = re.compile(r"(^|_)(query|key|value|[qkv]|[qkv]_proj)$")
 
