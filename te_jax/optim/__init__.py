@@ -11,7 +11,8 @@ from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from te_jax.optim._buckets import Buckets, Packed
 from te_jax.optim._convert import convert_state
 from te_jax.optim._master import MasterWeightsState, master_weights, weights
-from te_jax.optim._muon import ScaleByMuonState, muon, muon_dimension_numbers, scale_by_muon
+from te_jax.optim._matrices import muon_dimension_numbers
+from te_jax.optim._muon import ScaleByMuonState, muon, scale_by_muon
 from te_jax.optim._nonfinite import (
     DynamicLossScaleState,
     SkipNonfiniteState,

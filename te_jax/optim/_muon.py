@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,27 +13,19 @@ import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from optax.contrib import MuonDimensionNumbers
 
 from te_jax import sharding
 from te_jax._core.arguments import as_flag
 from te_jax._core.types import PyTree
 from te_jax.optim import _bounds, _moments, _rounding
 from te_jax.optim._adam import ScalarOrSchedule, adamw, finished
-from te_jax.optim._buckets import Packed
+from te_jax.optim._matrices import Matrices, is_numbers, matrices_of, muon_dimension_numbers
 from te_jax.optim._orthogonal import MUON, Coefficients, orthogonalize
 from te_jax.sharding import Axes, AxisName
 
 _STACKED = 8
 """Matrices of one shape that a loop takes one after the other, at least: a program with each by itself would have
 hundreds of times as many products, and with all in one array another copy of the model."""
-
-_NO_KERNEL = re.compile(
-    r"(^|_)(bias|scale|sinks|norm|ln|(lm_?)?head|logits)(_?\d+)?$"  # at the end: a multi-head attention has kernels
-    r"|(^|_)(embed|embedding|embedder|emb|wte|wpe|conv)(\d|_|$)"
-)
-_READS_HEADS = re.compile(r"(^|_)(out|o|o_proj)$")
-_WRITES_HEADS = re.compile(r"(^|_)(query|key|value|[qkv]|[qkv]_proj)$")
 
 
 class ScaleByMuonState(NamedTuple):
@@ -43,56 +34,6 @@ class ScaleByMuonState(NamedTuple):
     count: Array  # int32 (): steps taken  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: PyTree  # of the parameters' structure and shapes, mu_dtype
     mu_bounds: PyTree  # float32 [..., ceil(n / 128)] for a parameter [..., n]; None where mu needs none
-
-
-def muon_dimension_numbers(params: PyTree) -> PyTree:
-    """Which parameters Muon takes, and which of their dimensions are rows and columns: the default of `muon`.
-
-    It goes by shapes and by names, in snake_case or CamelCase. Vectors and what is called embedding, head, norm, scale,
-    bias or conv are for Adam. Kernels [..., in, out] are for Muon, with a stack of matrices in dimensions before these:
-    layers of a scan, experts. Of kernels with heads [in, heads, head_dim], called query, key or value, the last two are
-    one, and of [heads, head_dim, out], called out, the first two.
-
-    Args:
-      params: arrays, or `jax.ShapeDtypeStruct`.
-
-    Returns:
-      A tree of this structure: an `optax.contrib.MuonDimensionNumbers`, or None for Adam.
-
-    Raises:
-      ValueError: the parameters are packed by `Buckets`, and have no names.
-
-    Examples:
-      >>> import jax.numpy as jnp, te_jax.optim
-      >>> params = {"up": {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}, "embedding": jnp.ones((99, 16))}
-      >>> te_jax.optim.muon_dimension_numbers(params)["up"]["kernel"]
-      MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1,))
-    """
-    if any(isinstance(node, Packed) for node in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))):
-        raise ValueError(
-            "params are packed by Buckets, whose leaves have no names: give dimension_numbers=buckets.pack of those of "
-            "the tree that was packed, or pack what Adam takes alone"
-        )
-    return jax.tree.map_with_path(_of_name, params)
-
-
-def _of_name(path: jax.tree_util.KeyPath, leaf: Array) -> MuonDimensionNumbers | None:
-    words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower() for word in _words(path)]
-    if leaf.ndim < 2 or any(map(_NO_KERNEL.search, words)):
-        return None
-    has_heads = leaf.ndim > 2
-    writes, reads = (has_heads and any(map(name.search, words[-2:])) for name in (_WRITES_HEADS, _READS_HEADS))
-    axes = tuple(range(leaf.ndim))
-    if writes:
-        return MuonDimensionNumbers(axes[-3:-2], axes[-2:])
-    return MuonDimensionNumbers(axes[-3:-1] if reads else axes[-2:-1], axes[-1:])
-
-
-def _words(path: jax.tree_util.KeyPath) -> list[str]:
-    if path and getattr(path[-1], "name", None) == "value":  # of a box of Flax
-        path = path[:-1]
-    keys = (getattr(entry, "key", getattr(entry, "name", None)) for entry in path)
-    return [key for key in keys if isinstance(key, str)]
 
 
 def scale_by_muon(
@@ -148,7 +89,7 @@ def scale_by_muon(
     coefficients = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
 
     def init(params: PyTree) -> ScaleByMuonState:
-        _matrices(dimension_numbers, params)
+        matrices_of(dimension_numbers, params)
         mu = jax.tree.map(lambda p: _moments.zeros(p, dtype), params)
         return ScaleByMuonState(
             jnp.zeros([], jnp.int32), mu, _bounds.zeros(params) if _moments.is_scaled(dtype) else None
@@ -162,7 +103,7 @@ def scale_by_muon(
                 "te_jax.optim.ScaleByMuonState, as init returns it: pass the state of another Muon through "
                 "te_jax.optim.convert_state first"
             )
-        matrices = _matrices(dimension_numbers, updates)
+        matrices = matrices_of(dimension_numbers, updates)
         axes = _axes_of(matrices, updates, axis_name, specs)
         count = jnp.asarray(optax.safe_increment(state.count))
         t, t_next = (jnp.asarray(n).astype(float) for n in (count, optax.safe_increment(count)))
@@ -188,80 +129,11 @@ def scale_by_muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _Matrices(NamedTuple):
-    """How a parameter is a stack of matrices: its dimensions in this order, grouped as [stack, rows, columns]."""
-
-    shape: tuple[int, ...]
-    stack: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return (*self.stack, *self.rows, *self.columns)
-
-    @property
-    def sizes(self) -> list[tuple[int, ...]]:
-        return [tuple(self.shape[i] for i in group) for group in (self.stack, self.rows, self.columns)]
-
-    @property
-    def folded_sizes(self) -> list[tuple[int, ...]]:
-        return [(math.prod(group),) for group in self.sizes]
-
-    def folded(self, x: Array) -> Array:
-        """[count, rows, columns]."""
-        return sharding.regrouped(x.transpose(self.order), self.sizes, self.folded_sizes)
-
-    def unfolded(self, x: Array) -> Array:
-        inverse = [self.order.index(i) for i in range(len(self.order))]
-        return sharding.regrouped(x, self.folded_sizes, self.sizes).transpose(inverse)
-
-
-def _matrices(dimension_numbers: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[_Matrices]:
-    """Of each leaf.
-
-    Raises:
-      ValueError: it is no matrix.
-    """
-    given = dimension_numbers(params) if callable(dimension_numbers) else dimension_numbers
-
-    def of_leaf(numbers: MuonDimensionNumbers | None, x: Array) -> _Matrices:
-        if numbers is None:
-            raise ValueError(
-                f"dimension_numbers has None for a parameter of shape {x.shape}: Muon is for matrices, so label the "
-                "others for another optimizer, as te_jax.optim.muon does"
-            )
-        groups = [(axes,) if isinstance(axes, int) else tuple(axes) for axes in numbers]
-        named = [axis for group in groups for axis in group]
-        if not all(groups) or not all(-x.ndim <= axis < x.ndim for axis in named):
-            raise ValueError(f"dimension_numbers has {numbers} for a parameter of shape {x.shape}, which lacks some")
-        rows, columns = (tuple(axis % x.ndim for axis in group) for group in groups)
-        if len({*rows, *columns}) < len(named):
-            raise ValueError(
-                f"dimension_numbers has {numbers} for a parameter of shape {x.shape}: some are named twice"
-            )
-        stack = tuple(axis for axis in range(x.ndim) if axis not in (*rows, *columns))
-        return _Matrices(tuple(x.shape), stack, rows, columns)
-
-    found: list[_Matrices] = []
-    jax.tree.map(
-        lambda numbers, part: found.extend(of_leaf(numbers, x) for x in jax.tree.leaves(part)),
-        given,
-        params,
-        is_leaf=_is_numbers,
-    )
-    return found
-
-
-def _is_numbers(x: object) -> bool:
-    return x is None or isinstance(x, MuonDimensionNumbers)
-
-
 _Split = tuple[tuple[str, Axes], ...]
 """In `shard_map`: mesh axes by "m" and "n", for rows and columns that are split over them, and by "copies"."""
 
 
-def _axes_of(matrices: Sequence[_Matrices], updates: PyTree, axis_name: AxisName | None, specs: PyTree) -> list[_Split]:
+def _axes_of(matrices: Sequence[Matrices], updates: PyTree, axis_name: AxisName | None, specs: PyTree) -> list[_Split]:
     """Of each leaf; nothing outside of `shard_map`, where `sharding.per_shard` finds out.
 
     Raises:
@@ -287,7 +159,7 @@ def _axes_of(matrices: Sequence[_Matrices], updates: PyTree, axis_name: AxisName
         is_leaf=lambda x: x is None or isinstance(x, PartitionSpec),
     )
 
-    def split(of_leaf: _Matrices, spec: PartitionSpec) -> _Split:
+    def split(of_leaf: Matrices, spec: PartitionSpec) -> _Split:
         entries = [sharding.axes_of_entry(entry) for entry in (*spec, *(None,) * (len(of_leaf.shape) - len(spec)))]
         used = [axis for entry in entries for axis in entry]
         behind = [axis for group in (of_leaf.rows, of_leaf.columns) for i in group[1:] for axis in entries[i]]
@@ -305,7 +177,7 @@ def _axes_of(matrices: Sequence[_Matrices], updates: PyTree, axis_name: AxisName
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="nesterov", inline=sharding.INLINE)
 def _momentum(
-    of_leaf: _Matrices,
+    of_leaf: Matrices,
     split: _Split,
     gradient: Array,
     mu: Array,
@@ -394,7 +266,7 @@ def _scale_by_shape(
 ) -> optax.GradientTransformation:
     """Updates by the factor of their matrices' shape, as `optax.contrib.muon` has it."""
 
-    def factor(of_leaf: _Matrices, split: _Split) -> float:
+    def factor(of_leaf: Matrices, split: _Split) -> float:
         _, (rows,), (columns,) = of_leaf.folded_sizes
         shards = {name: math.prod(lax.axis_size(axis) for axis in axes) for name, axes in split}
         rows, columns = rows * shards.get("m", 1), columns * shards.get("n", 1)
@@ -405,7 +277,7 @@ def _scale_by_shape(
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         leaves, structure = jax.tree.flatten(updates)
-        matrices = _matrices(dimension_numbers, updates)
+        matrices = matrices_of(dimension_numbers, updates)
         axes = _axes_of(matrices, updates, axis_name, specs)
         of_leaves = zip(matrices, axes, leaves, strict=True)
         return structure.unflatten([factor(of_leaf, split) * x for of_leaf, split, x in of_leaves]), state
@@ -474,7 +346,7 @@ def muon(
             lambda numbers, part: jax.tree.map(lambda _: "adam" if numbers is None else "muon", part),
             given,
             params,
-            is_leaf=_is_numbers,
+            is_leaf=is_numbers,
         )
 
     of_matrices = optax.chain(
