@@ -106,13 +106,23 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
         decay_steps=training.steps,
         end_value=plan.learning_rate / 20,
     )
-    of_both: dict[str, Any] = {"weight_decay": 0.1, "mu_dtype": model.state_dtype, "seed": jnp.uint32(training.seed)}
-    of_weights: dict[str, Any] = {"master_dtype": "int16" if model.parameters == "bfloat16" else None}
-    adamw = functools.partial(optim.adamw, schedule, b2=0.95, nu_dtype=model.state_dtype, **of_both)
+    seed, dtype = jnp.uint32(training.seed), model.state_dtype
+    master_dtype = "int16" if model.parameters == "bfloat16" else None
+    adamw = functools.partial(
+        optim.adamw, schedule, b2=0.95, weight_decay=0.1, mu_dtype=dtype, nu_dtype=dtype, seed=seed
+    )
     if training.optimizer == "muon":
-        optimizer = optim.muon(schedule, consistent_rms=0.2, adam=adamw(), **of_both, **of_weights)
+        optimizer = optim.muon(
+            schedule,
+            weight_decay=0.1,
+            mu_dtype=dtype,
+            consistent_rms=0.2,
+            adam=adamw(),
+            seed=seed,
+            master_dtype=master_dtype,
+        )
     else:
-        optimizer = adamw(**of_weights)
+        optimizer = adamw(master_dtype=master_dtype)
     if "optimizer" in plan.options.memory.offloaded:
         optimizer = optim.offload(optimizer, min_size=_config.OFFLOAD_MIN_SIZE)
     clips = [optax.clip_by_global_norm(training.clip_norm)] if training.clip_norm else []
