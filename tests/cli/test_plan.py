@@ -257,6 +257,7 @@ CHANGED = {
     **{"preset": "small", "steps": "150", "batch": "32", "seq_len": "8", "seed": "1", "learning_rate": "0.1"},
     **{"eval_every": "7", "recipe": "block", "head_recipe": "block", "implementation": "reference", "lora": "4"},
     **{"dtype": "float32", "warmup_steps": "3", "clip_norm": "0.5", "optimizer_state": "fp8", "parameters": "float32"},
+    **{"optimizer": "muon"},
     **dict.fromkeys(("compare", "pack", "fp8_logits"), ""),
 }
 FREE = {
