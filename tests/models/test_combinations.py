@@ -386,8 +386,8 @@ def rows():
 
 
 _PARTS = 86  # of the rows, of which `make test` has the first
-_WITH_MOST_PAIRS = 42
-"""Parts with 94% of the pairs, which CI runs; later ones bring a pair or two each, and `pytest -m ""` runs them."""
+_WITH_MOST_PAIRS = 36
+"""Parts with 92% of the pairs, which CI runs; later ones bring a pair or two each, and `pytest -m ""` runs them."""
 
 
 def text_of(row):
@@ -422,9 +422,9 @@ EXACT |= {"dtype": "float32", "watch": "nothing"}
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", range(4))
 def test_gradients_of_some_of_them_are_those_of_one_device(place, rng):
-    """A tenth of the rows, in float32."""
+    """A few of the rows, in float32."""
     row = drawn(rows(), place)
     check(row | EXACT | ({"offload": "all"} if row["offload"] == "quantized" else {}), rng)
 
