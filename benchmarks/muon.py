@@ -31,7 +31,7 @@ from benchmarks.harness import (
     temporary_bytes,
 )
 from te_jax import optim
-from te_jax.optim._orthogonal import products
+from te_jax.optim._orthogonal import flops as flops_of
 
 PEERS = ("optax", "optax_bf16")
 IMPLEMENTATIONS = ("te_jax", "te_jax_float8", *PEERS)
@@ -52,7 +52,7 @@ def _optimizer(name: str) -> tuple[optax.GradientTransformation, str]:
 
 
 def _kernels(case: shapes.StepShape) -> dict[str, tuple[int, int]]:
-    """Of a layer."""
+    """Shapes of the kernels of a layer, by name."""
     width, keys = case.heads * case.head_dim, case.kv_heads * case.head_dim
     return {
         **{"query": (case.hidden, width), "key": (case.hidden, keys), "value": (case.hidden, keys)},
@@ -80,7 +80,7 @@ def _row(candidate: Candidate, seconds: dict[str, list[float]], *, case: shapes.
     flops = 0.0
     for m, n in map(sorted, _kernels(case).values()):
         by_optax = _ITERATIONS * (4 * m * m * n + 2 * m**3)
-        flops += case.depths[0] * (by_optax if candidate.name in PEERS else products((m, n), _ITERATIONS))
+        flops += case.depths[0] * (by_optax if candidate.name in PEERS else flops_of((m, n), _ITERATIONS))
     return compute_row(seconds, candidate.name, flops=int(flops), peers=PEERS) | {
         "temporary_bytes": candidate.temporary_bytes
     }

@@ -11,7 +11,7 @@ TE_JAX_ATTRIBUTES(Attributes, int64_t a_outer_ndim, b_outer_ndim; bool a_summed_
                   std::string_view scaling; bool gelu, accumulate, fast_accumulation; std::string_view algorithm);
 
 TE_JAX_CALL(Call, (a, b, a_scale_inv, b_scale_inv, bias, accumulator), (d, preactivation, workspace));
-// Of up to three pairs, the last of which may be empty.
+// Operands of two or three pairs; those of the third may be empty.
 TE_JAX_CALL(SumCall,
             (a, b, a_scale_inv, b_scale_inv, second_a, second_b, second_a_scale_inv, second_b_scale_inv, third_a,
              third_b, third_a_scale_inv, third_b_scale_inv),

@@ -26,7 +26,7 @@ These are of the last of the tokens, or of as many as lengths [batch] say.
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Of sampling, each of which makes another program.
+    """Options of sampling. Each value compiles a program of its own.
 
     Attributes:
       count, samples: tokens of each text, and texts of each prompt.

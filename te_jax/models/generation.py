@@ -222,6 +222,6 @@ def _run(
             return ops.attention(query, key, value, causal=True, **options) if time > 1 else padded(mixed)
 
         x, _ = Block(layer, None, config, None, implementation)(x, rotary, attend)
-    x = rms_norm(params["final_norm"], config, implementation)(_last(x, lengths), None)[:batch, 0]
+    x = rms_norm(params["final_norm"], config, implementation)(_last(x[:batch], lengths), None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
     return x, sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled

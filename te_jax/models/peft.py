@@ -197,7 +197,7 @@ class _Fields:
         self._patterns = {name: fields.take(name, kind=dict, default={}) for name in self._defaults}
         self.power = 0.5 if fields.take("use_rslora", kind=bool, default=False) else 1.0
         self._target = fields.take("target_modules", kind=(list, str))
-        # Of a stranger's regular expression the tensors in the file are the result: to match it may take for ever.
+        # A regular expression from a file may take for ever to match, so the tensors in the file decide.
         self._is_list = isinstance(self._target, list) or self._target == "all-linear"
         self.names_all = self._is_list and all(
             given.get(name) in (None, [], "") for name in ("exclude_modules", "layers_to_transform")

@@ -26,10 +26,10 @@ _WRITES_HEADS = re.compile(r"(^|_)(query|key|value|[qkv]|[qkv]_proj)$")
 def muon_dimension_numbers(params: PyTree) -> PyTree:
     """Which parameters Muon takes, and which of their dimensions are rows and columns: the default of `muon`.
 
-    It goes by shapes and by names, in snake_case or CamelCase. Vectors and what is called embedding, head, norm, scale,
-    bias or conv are for Adam. Kernels [..., in, out] are for Muon, with a stack of matrices in dimensions before these:
-    layers of a scan, experts. Of kernels with heads [in, heads, head_dim], called query, key or value, the last two are
-    one, and of [heads, head_dim, out], called out, the first two.
+    It goes by shapes and by names, in snake_case or CamelCase. Vectors, arrays without elements, and what is called
+    embedding, head, norm, scale, bias or conv are for Adam. Kernels [..., in, out] are for Muon, with a stack of matrices
+    in dimensions before these: layers of a scan, experts. Of kernels with heads [in, heads, head_dim], called query, key
+    or value, the last two are one, and of [heads, head_dim, out], called out, the first two.
 
     Args:
       params: arrays, or `jax.ShapeDtypeStruct`.
@@ -56,7 +56,7 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
 
 def _of_name(path: jax.tree_util.KeyPath, leaf: Array) -> MuonDimensionNumbers | None:
     words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower() for word in _words(path)]
-    if leaf.ndim < 2 or any(map(_NO_KERNEL.search, words)):
+    if leaf.ndim < 2 or not math.prod(leaf.shape) or any(map(_NO_KERNEL.search, words)):
         return None
     has_heads = leaf.ndim > 2
     writes, reads = (has_heads and any(map(name.search, words[-2:])) for name in (_WRITES_HEADS, _READS_HEADS))
@@ -103,7 +103,7 @@ class Matrices(NamedTuple):
 
 
 def matrices_of(dimension_numbers: PyTree | Callable[[PyTree], PyTree], params: PyTree) -> list[Matrices]:
-    """Of each leaf.
+    """The matrices of each leaf, in order.
 
     Raises:
       ValueError: it is no matrix.

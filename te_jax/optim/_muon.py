@@ -57,8 +57,8 @@ def scale_by_muon(
 
     Under `jit` each device orthogonalizes a share of the matrices, whole, where parameters are split over devices and
     where these have copies: it sends its parts of the others once, and gets its parts of the results once, 2 + 2 bytes
-    for each value of its shard. No collective runs within the iterations, and updates have the same bits for every
-    sharding.
+    for each value of its shard. No collective runs within the iterations. On CPUs updates have the same bits for
+    every sharding.
 
     Args:
       beta: decay of the momentum.
@@ -187,7 +187,7 @@ def _momentum(
     *,
     nesterov: bool,
 ) -> tuple[Array, Array, Array | None]:
-    """Of one parameter: float16 [count, m, n], each matrix by its largest magnitude; its momentum; and the bounds."""
+    """Of a parameter: float16 matrices [count, m, n], divided by their largest magnitudes; momentum; and bounds."""
     dtype = np.promote_types(gradient.dtype, np.float32)
     decay, one_minus, correction, correction_next = step.astype(dtype)
     g = _moments.clipped(gradient.astype(dtype), mu.dtype)

@@ -42,7 +42,7 @@ def orthogonalize(x: Array, coefficients: Coefficients = MUON) -> Array:
     return x
 
 
-def products(shape: tuple[int, ...], iterations: int) -> float:
+def flops(shape: tuple[int, ...], iterations: int) -> float:
     """The FLOPs of `orthogonalize` of a matrix."""
     m, n = sorted(shape)
     segments = _segments(shape, iterations)

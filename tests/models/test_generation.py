@@ -239,6 +239,13 @@ def quantized_shapes(jaxpr, in_loop=False):
             yield from quantized_shapes(inner, inside)
 
 
+def test_prompts_of_one_token_may_have_lengths(params):
+    """Rows that are added to three prompts are not looked up by them."""
+    run = jax.jit(functools.partial(generate, config=CONFIG, max_new_tokens=2))
+    one = np.array([[1], [2], [3]], np.int32)
+    np.testing.assert_array_equal(run(params, one, lengths=np.ones(3, np.int32)), run(params, one))
+
+
 @pytest.mark.parametrize("experts", [False, True])
 def test_kernels_are_quantized_once_for_all_tokens(experts, native_kernels):
     """On a GPU a loop would quantize each one again for every token. Those that come quantized stay as they are.

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 
 from te_jax import optim
 from te_jax.hlo import collectives
-from te_jax.optim._orthogonal import MUON, _segments, orthogonalize, products
+from te_jax.optim._orthogonal import MUON, _segments, flops, orthogonalize
 from te_jax.testing import relative_error
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -65,11 +65,11 @@ def test_iterations_are_those_of_float64(spectrum_name, rng):
 
 
 def test_the_form_with_fewest_products_is_taken():
-    def flops(lengths, m, n):
+    def by(lengths, m, n):
         return sum(4 * m * m * n + (2 * k + 2 * (k - 1) + 4 * (k - 1)) * m**3 for k in lengths)
 
     for m, n in ((64, 64), (64, 95), (64, 97), (4096, 14336)):
-        assert products((n, m), 5) == min(flops([1] * 5, m, n), flops([3, 2], m, n))
+        assert flops((n, m), 5) == min(by([1] * 5, m, n), by([3, 2], m, n))
         assert _segments((m, n), 5)[-1].stop == 5
 
 
@@ -214,6 +214,7 @@ NUMBERS = {
     ("router", "kernel"): ((16, 4), (0,), (1,)),
     ("MultiHeadDotProductAttention_0", "key", "kernel"): ((16, 4, 8), (0,), (1, 2)),
     ("LayerNormMLP_0", "up_kernel"): ((16, 32), (0,), (1,)),
+    ("empty", "kernel"): ((0, 4), None, None),
     ("ln_1", "weight"): ((4, 8), None, None),
     ("layers", "norm", "scale"): ((4, 16), None, None),
     ("attention", "key", "bias"): ((4, 8), None, None),
