@@ -27,9 +27,9 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
     """Which parameters Muon takes, and which of their dimensions are rows and columns: the default of `muon`.
 
     It goes by shapes and by names, in snake_case or CamelCase. Vectors, arrays without elements, and what is called
-    embedding, head, norm, scale, bias or conv are for Adam. Kernels [..., in, out] are for Muon, with a stack of matrices
-    in dimensions before these: layers of a scan, experts. Of kernels with heads [in, heads, head_dim], called query, key
-    or value, the last two are one, and of [heads, head_dim, out], called out, the first two.
+    embedding, head, norm, scale, bias or conv are for Adam. Kernels [..., in, out] are for Muon, with a stack of
+    matrices in dimensions before these: layers of a scan, experts. Of kernels with heads [in, heads, head_dim], called
+    query, key or value, the last two are one, and of [heads, head_dim, out], called out, the first two.
 
     Args:
       params: arrays, or `jax.ShapeDtypeStruct`.
