@@ -530,6 +530,33 @@ FLAX_MODELS_GPU = (
 
 MUON_GPU = (STEP_GPU[0], STEP_GPU[4])  # of which the kernels matter
 
+
+@dataclass(frozen=True)
+class GenerateShape(_OfModel):
+    """Texts that follow prompts.
+
+    Attributes:
+      preset: of `te_jax.models.PRESETS`.
+      batch: texts.
+      prompt, tokens: of each: those that are given, and those that follow.
+    """
+
+    preset: str
+    batch: int
+    prompt: int
+    tokens: int
+
+    @property
+    def name(self) -> str:  # "8b-16x512+128"
+        return f"{self.preset}-{self.batch}x{self.prompt}+{self.tokens}"
+
+
+GENERATE_GPU = tuple(
+    GenerateShape(model="Llama 3 8B", preset="8b", batch=batch, prompt=prompt, tokens=128)
+    for batch, prompt in ((1, 512), (16, 512), (64, 2048))
+)
+GENERATE_CPU = (GenerateShape(model="te-jax train", preset="tiny", batch=2, prompt=16, tokens=16),)
+
 STEP_CPU = (
     StepShape(
         short="train",

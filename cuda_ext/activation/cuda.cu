@@ -286,13 +286,19 @@ __global__ void __launch_bounds__(kRowThreads)
 
 template <typename T>
 Status LaunchRows(cudaStream_t stream, const Function& function, const Inputs& inputs, const RowOutputs& outputs) {
-  const int64_t vectors = inputs.cols / kPer16Bytes<T>;
-  const int64_t strips = (vectors + kRowThreads * kRowVectors - 1) / (kRowThreads * kRowVectors);
+  int multiprocessors = 0;
+  TE_JAX_TRY(CountMultiprocessors(&multiprocessors));
+  const int64_t vectors = inputs.cols / kPer16Bytes<T>, rows = inputs.count * inputs.rows;
+  const auto strips_of = [vectors](int64_t threads) {
+    return (vectors + threads * kRowVectors - 1) / (threads * kRowVectors);
+  };
+  int64_t most_threads = kRowThreads;  // fewer where rows are too few for all multiprocessors
+  while (most_threads > 32 && rows * strips_of(most_threads) < multiprocessors) most_threads /= 2;
+  const int64_t strips = strips_of(most_threads);
   const int64_t threads = ((vectors + strips * kRowVectors - 1) / (strips * kRowVectors) + 31) / 32 * 32;
   auto* kernel = inputs.weights ? ActivateRows<T, true> : ActivateRows<T, false>;
-  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(inputs.count * inputs.rows * strips),
-                                 static_cast<unsigned>(threads), 0, stream, function, inputs, outputs,
-                                 static_cast<unsigned>(strips)),
+  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(rows * strips), static_cast<unsigned>(threads), 0,
+                                 stream, function, inputs, outputs, static_cast<unsigned>(strips)),
                "kernel launch");
 }
 

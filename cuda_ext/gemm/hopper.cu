@@ -22,7 +22,10 @@ Status Run(cudaStream_t stream, const Problem& problem) {
   if (problem.d_type == Type::kFloat32 && problem.accumulator != nullptr && problem.accumulator != problem.d) {
     if (Status status = CopyAccumulator(stream, problem); !status.ok()) return status;
   }
-  if (problem.scaling == Scaling::kBlock) return RunBlock(stream, problem);
+  if (problem.scaling == Scaling::kBlock) {
+    const bool few_rows = HasFewRows(problem.batch.count, problem.m, problem.n);
+    return few_rows ? RunFewRows(stream, problem) : RunBlock(stream, problem);
+  }
   return problem.fast_accumulation ? RunFast(stream, problem) : RunPromoted(stream, problem);
 }
 

@@ -6,11 +6,10 @@
 #include <cstdint>
 
 #include "gemm/hopper.h"
+#include "gemm/hopper_tiles.h"
 #include "gemm/hopper_wgmma.cuh"
 
 namespace te::gemm::hopper {
-
-enum class Mode { kFast, kPromote, kBlock };
 
 // Which rows come in groups: none, those of a and d, or those that are summed over (hopper_groups.cuh).
 enum class Grouping { kNone, kRows, kSums };
@@ -76,7 +75,9 @@ struct Config {
   static constexpr int kSlots = kGrouping == Grouping::kNone ? 0 : 4;  // see `TileSlots`
   static constexpr int kMathWarps = 4 * kGroups;
   static constexpr int kThreads = 128 + 32 * kMathWarps;
-  static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160, kFeedRegisters = kGroups == 2 ? 40 : 32;
+  // One warpgroup and the warps that feed it have as many as a thread can have.
+  static constexpr int kMathRegisters = kGroups == 3 ? 160 : kGroups == 2 ? 232 : 0;
+  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : 40;
 
   // Shared memory, in order; tiles and boxes must lie on 1024 bytes.
   static constexpr int kBytesZeros = kMode == Mode::kFast ? 0 : 1024;
@@ -100,12 +101,8 @@ struct Config {
   static constexpr int kBytes64Rows = 64 * kLine;
   static constexpr int kBoxA = kASummedFirst ? kBK / 2 : kBM / 2, kBoxB = kBSummedFirst ? kBK : kBN;
 
-  // Measured on an H200 (docs/measurements.md). The tensor cores alone would take 4 cycles for each row of a step. With
-  // scales of blocks, what counts is the time at the power limit: three warpgroups take 2% more of it.
-  static constexpr double kStepCycles = kBM * (kMode == Mode::kFast      ? (kGroups == 3 ? 4.10 : 4.04)
-                                               : kMode == Mode::kPromote ? (kGroups == 3 ? 4.12 : 4.32)
-                                                                         : (kGroups == 3 ? 4.80 : 4.69));
-  static constexpr double kTileCycles = kBM * (kMode == Mode::kBlock ? 9.0 : 14.5);
+  static constexpr TileCost kCost = CostOf(kMode, kGroups, kSubtiles);
+  static_assert(kCost.rows == kClusterM && kClusterColumns == kClusterN);
 };
 
 // A place in the ring of stages or slots, and the parity of its round.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include "gemm/hopper_config.cuh"
 #include "gemm/hopper_groups.cuh"
@@ -23,12 +22,6 @@ struct Pair<__nv_bfloat16> {
   using Type = __nv_bfloat162;
   static __device__ __nv_bfloat162 Pack(float x, float y) { return __floats2bfloat162_rn(x, y); }
   static __device__ float2 Unpack(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
-};
-template <>
-struct Pair<__half> {
-  using Type = __half2;
-  static __device__ __half2 Pack(float x, float y) { return __floats2half2_rn(x, y); }
-  static __device__ float2 Unpack(__half2 pair) { return __half22float2(pair); }
 };
 
 // The sums of one warp, and what is done with them after the last step. Of every 64 × 8 values of a warpgroup, a thread
@@ -65,18 +58,10 @@ class Epilogue {
               __ldg(p_.b.scales + product_ * p_.batch.b_scales_stride));
       }
     }
-    switch (p_.d_type) {
-      case Type::kFloat32:
-        Finish<float>();
-        break;
-      case Type::kBFloat16:
-        Finish<__nv_bfloat16>();
-        break;
-      case Type::kFloat16:
-        Finish<__half>();
-        break;
-      default:
-        break;
+    if (p_.d_type == Type::kFloat32) {
+      Finish<float>();
+    } else {
+      Finish<__nv_bfloat16>();
     }
   }
 

@@ -1,5 +1,5 @@
 // The kernel: a persistent grid of clusters of two blocks. In a block one warp feeds tiles to shared memory through
-// TMA, and two or three warpgroups multiply them.
+// TMA, and one to three warpgroups multiply them.
 //
 // A block computes kBM × kBN of d, some subtiles of 64 rows in each warpgroup, in steps of 128 along k. The two blocks
 // of a cluster lie side by side and need the same rows of a: each loads half of these and sends it to both. Otherwise a
@@ -227,7 +227,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
   Ring<C::kStages> ring;
   Tile tile;
   if (threadIdx.x >= 32 * C::kMathWarps) {
-    DeallocateRegisters<C::kFeedRegisters>();
+    if constexpr (C::kMathRegisters > 0) DeallocateRegisters<C::kFeedRegisters>();
     // One thread is the producer. With groups its warp finds the tiles.
     const bool is_producer = threadIdx.x == 32 * C::kMathWarps;
     if (kIsGrouped ? threadIdx.x / 32 == C::kMathWarps : is_producer) {
@@ -274,7 +274,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       }
     }
   } else {
-    AllocateRegisters<C::kMathRegisters>();
+    if constexpr (C::kMathRegisters > 0) AllocateRegisters<C::kMathRegisters>();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32;
     const int lane = static_cast<int>(InRegister(threadIdx.x % 32));
     const int group_row = group * (64 * C::kSubtiles);

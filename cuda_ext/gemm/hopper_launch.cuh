@@ -1,8 +1,10 @@
-// Choosing a tile for a problem, and launching the kernel of one mode and pair of formats.
+// Launching the kernel of one mode and pair of formats, with the tile that hopper_tiles.h chooses.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include "common/cuda_status.h"
@@ -18,8 +20,6 @@ inline CUtensorMapDataType TensorMapType(Type type) {
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case Type::kBFloat16:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case Type::kFloat16:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     default:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   }
@@ -50,16 +50,6 @@ inline Status CountClusters(int* count) {
   TE_JAX_TRY(CountMultiprocessors(count));
   *count /= 2;
   return Status::Ok();
-}
-
-// Cycles that a problem takes, from those of a step and of an epilogue (docs/measurements.md): what decides between
-// configurations is how many rounds of clusters their tiles need.
-template <typename C>
-double Cycles(const Problem& problem, int clusters, std::span<const OperandPair> more = {}) {
-  const double rounds = static_cast<double>((ClusterTiles<C>(problem) + clusters - 1) / clusters);
-  int steps = CeilDiv(problem.k, C::kBK);
-  for (const OperandPair& pair : more) steps += CeilDiv(pair.k, C::kBK);
-  return rounds * (steps * C::kStepCycles + C::kTileCycles);
 }
 
 // Describes the arrays of a batch of products, or of groups, each of which is one of them.
@@ -120,7 +110,7 @@ Status DescribeMore(ArgumentsOf<C>& arguments, const Problem& problem, std::span
 }
 
 template <typename C>
-Status Launch(cudaStream_t stream, const Problem& problem, int clusters, std::span<const OperandPair> more = {}) {
+Status Launch(cudaStream_t stream, const Problem& problem, int clusters, std::span<const OperandPair> more) {
   ArgumentsOf<C> arguments{};
   if constexpr (C::kPairs > 1) arguments.groups.b_scales_before = ScalesBefore(problem.b);
   if (Status s = Describe<C>(arguments, problem); !s.ok()) return s;
@@ -128,15 +118,16 @@ Status Launch(cudaStream_t stream, const Problem& problem, int clusters, std::sp
   return Start<C>(stream, arguments, std::min(ClusterTiles<C>(problem), clusters), 0);
 }
 
-// The configuration of fewest cycles.
-template <typename First, typename Second>
-Status LaunchBest(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more = {}) {
-  int clusters = 0;
+template <typename... Configs>
+Status LaunchCheapest(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more = {}) {
+  constexpr TileCost kCosts[] = {Configs::kCost...};
+  constexpr std::array kLaunches = {Launch<Configs>...};
+  constexpr int kBK = std::tuple_element_t<0, std::tuple<Configs...>>::kBK;
+  int clusters = 0, steps = CeilDiv(problem.k, kBK);
   TE_JAX_TRY(CountClusters(&clusters));
-  if (Cycles<Second>(problem, clusters, more) < Cycles<First>(problem, clusters, more)) {
-    return Launch<Second>(stream, problem, clusters, more);
-  }
-  return Launch<First>(stream, problem, clusters, more);
+  for (const OperandPair& pair : more) steps += CeilDiv(pair.k, kBK);
+  const int best = Cheapest(kCosts, problem.batch.count, problem.m, problem.n, steps, clusters);
+  return kLaunches[best](stream, problem, clusters, more);
 }
 
 // Three warpgroups with 64 rows each, or two with 128. Where one scale follows all sums and they are promoted, three
@@ -149,9 +140,19 @@ using Tile256 = Config<kProduct, TileShape{.groups = 2,
                                            .stages = kProduct.mode == Mode::kPromote ? 3 : 4,
                                            .staged_boxes = kProduct.mode == Mode::kPromote ? 4 : 1}>;
 
+// For products that have fewer rows than a large tile, or too few tiles of it for all multiprocessors.
+template <Product kProduct>
+using Tile64 = Config<kProduct, TileShape{.groups = 1, .subtiles = 1, .stages = 8, .staged_boxes = 2}>;
+template <Product kProduct>
+using Tile128 = Config<kProduct, TileShape{.groups = 2, .subtiles = 1, .stages = 5, .staged_boxes = 2}>;
+
 template <Product kProduct>
 Status RunProduct(cudaStream_t stream, const Problem& problem, std::span<const OperandPair> more = {}) {
-  return LaunchBest<Tile192<kProduct>, Tile256<kProduct>>(stream, problem, more);
+  if constexpr (kProduct.mode == Mode::kBlock && kProduct.pairs == 1) {
+    return LaunchCheapest<Tile192<kProduct>, Tile256<kProduct>, Tile128<kProduct>, Tile64<kProduct>>(stream, problem);
+  } else {
+    return LaunchCheapest<Tile192<kProduct>, Tile256<kProduct>>(stream, problem, more);
+  }
 }
 
 template <Mode kMode, int kPairs = 1>
@@ -166,5 +167,8 @@ Status RunFormats(cudaStream_t stream, const Problem& problem, std::span<const O
 Status RunFast(cudaStream_t stream, const Problem& problem);
 Status RunPromoted(cudaStream_t stream, const Problem& problem);
 Status RunBlock(cudaStream_t stream, const Problem& problem);
+
+// Products with scales of blocks that have few rows (hopper_tiles.h).
+Status RunFewRows(cudaStream_t stream, const Problem& problem);
 
 }  // namespace te::gemm::hopper

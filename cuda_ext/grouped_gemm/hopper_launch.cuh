@@ -26,14 +26,15 @@ double GroupedCycles(const Problem& problem, const Groups& groups, int clusters)
   if constexpr (C::kGrouping == Grouping::kSums) {
     const int64_t tiles = MostGroupedTiles<C>(problem, groups);
     const double steps = static_cast<double>(problem.k) / (C::kBK * std::max(groups.count, 1));
-    return static_cast<double>((tiles + clusters - 1) / clusters) * (steps * C::kStepCycles + C::kTileCycles);
+    return static_cast<double>((tiles + clusters - 1) / clusters) *
+           (steps * C::kCost.step_cycles + C::kCost.tile_cycles);
   } else {
     const double in_groups = groups.parts * groups.count,
                  rows = static_cast<double>(groups.parts) * groups.rows_of_part;
     constexpr double kUnusedRows = C::kMode == Mode::kBlock ? 0 : 32 * C::kSubtiles;
     const double tiles = columns * std::max(in_groups, (rows + kUnusedRows * in_groups) / C::kClusterM);
     const int steps = C::kPairs * CeilDiv(problem.k, C::kBK);
-    return std::max(tiles / clusters, 1.0) * (steps * C::kStepCycles + C::kTileCycles);
+    return std::max(tiles / clusters, 1.0) * (steps * C::kCost.step_cycles + C::kCost.tile_cycles);
   }
 }
 

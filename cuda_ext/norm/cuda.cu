@@ -29,8 +29,7 @@ using quantize::kBlock;
 using quantize::kWholeWarp;
 using quantize::Words;
 
-inline constexpr int kForwardThreads = 256, kBackwardThreads = 512;
-inline constexpr int kMostWarps = kBackwardThreads / 32;
+inline constexpr int kMostThreads = 512, kMostWarps = kMostThreads / 32;
 
 // The same bits wherever it is computed.
 __device__ __forceinline__ float Normalized(float s, float mean, float rstd, float gamma, const float* beta) {
@@ -129,12 +128,11 @@ __device__ __forceinline__ void LoadRow(const Inputs& inputs, int64_t row, int v
 }
 
 // Rows of kVectors 16-byte vectors a thread. Instructions bound it: with kCentered false there is no mean and no beta.
-template <typename T, int kVectors, bool kCentered>
-__global__ void __launch_bounds__(kForwardThreads, ResidentThreads(kVectors) / kForwardThreads)
+template <typename T, int kVectors, int kThreads, bool kCentered>
+__global__ void __launch_bounds__(kThreads, ResidentThreads(kVectors) / kThreads)
     NormalizeRows(const __grid_constant__ Job job) {
   using W = Words<T>;
   constexpr int kCount = W::kPerVector;
-  constexpr bool kAhead = kVectors <= 4;  // registers hold the next row, and gamma, too
   __shared__ BlockSums<float>::Shared sums_of_warps;
   __shared__ uint32_t amax_of_warps[32];
   BlockSums<float> sum_over_block(sums_of_warps);
@@ -147,25 +145,18 @@ __global__ void __launch_bounds__(kForwardThreads, ResidentThreads(kVectors) / k
   const bool with_y = job.rows.data || job.rows.amax;
   WaitForPrimary();
   quantize::RowEncoder<T> encode(job.rows, example, inputs.rows, inputs.cols, first == 0);
-  float gamma[kAhead ? kVectors : 1][kCount];
+  float gamma[kVectors][kCount];
   ForwardRow<kVectors> next;
-  if constexpr (kAhead) {
-    LoadRow(inputs, example * inputs.rows + first, vectors, next);
+  LoadRow(inputs, example * inputs.rows + first, vectors, next);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int v = i * blockDim.x + threadIdx.x;
-      if (with_y && v < vectors) LoadFloats(of_gamma + v * kCount, gamma[i]);
-    }
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = i * blockDim.x + threadIdx.x;
+    if (with_y && v < vectors) LoadFloats(of_gamma + v * kCount, gamma[i]);
   }
   for (int64_t r = first; r < inputs.rows; r += job.blocks) {
     const int64_t row = example * inputs.rows + r;
-    ForwardRow<kVectors> current;
-    if constexpr (kAhead) {
-      current = next;
-      if (r + job.blocks < inputs.rows) LoadRow(inputs, row + job.blocks, vectors, next);
-    } else {
-      LoadRow(inputs, row, vectors, current);
-    }
+    ForwardRow<kVectors> current = next;
+    if (r + job.blocks < inputs.rows) LoadRow(inputs, row + job.blocks, vectors, next);
     uint4(&bits)[kVectors] = current.x;
     if (inputs.residual) {
       uint4* const to = static_cast<uint4*>(job.sum) + row * vectors;
@@ -215,14 +206,13 @@ __global__ void __launch_bounds__(kForwardThreads, ResidentThreads(kVectors) / k
       const int v = i * blockDim.x + threadIdx.x;
       float y[kCount] = {};
       if (v < vectors) {
-        float s[kCount], of_vector[kCount], beta[kCount];
+        float s[kCount], beta[kCount];
         Unpack(bits[i], s, type);
-        if constexpr (!kAhead) LoadFloats(of_gamma + v * kCount, of_vector);
         if (of_beta) LoadFloats(of_beta + v * kCount, beta);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
-          const float g = kAhead ? gamma[kAhead ? i : 0][j] : of_vector[j];
-          y[j] = Normalized(s[j], kCentered ? mean : 0.0f, rstd, g, kCentered && of_beta ? &beta[j] : nullptr);
+          const float* const b = kCentered && of_beta ? &beta[j] : nullptr;
+          y[j] = Normalized(s[j], kCentered ? mean : 0.0f, rstd, gamma[i][j], b);
         }
       }
       encode(r, v, v < vectors ? kCount : 0, y);
@@ -233,7 +223,7 @@ __global__ void __launch_bounds__(kForwardThreads, ResidentThreads(kVectors) / k
 
 // A row of any length and alignment, which is read from memory again for each reduction.
 template <typename T>
-__global__ void __launch_bounds__(kForwardThreads) NormalizeLongRows(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kMostThreads) NormalizeLongRows(const __grid_constant__ Job job) {
   constexpr int kCount = kPer16Bytes<T>;
   __shared__ BlockSums<float>::Shared sums_of_warps;
   __shared__ uint32_t amax_of_warps[32];
@@ -369,7 +359,7 @@ __device__ __forceinline__ void LoadRow(const BackwardJob& job, int64_t row, int
 }
 
 template <typename T, int kVectors, bool kBeta>
-__global__ void __launch_bounds__(kBackwardThreads) BackwardOfRows(const BackwardJob job) {
+__global__ void __launch_bounds__(kMostThreads) BackwardOfRows(const BackwardJob job) {
   constexpr int kCount = Words<T>::kPerVector;
   __shared__ BlockSums<float2>::Shared sums_of_warps;
   BlockSums<float2> sum_over_block(sums_of_warps);
@@ -448,7 +438,7 @@ __global__ void __launch_bounds__(kBackwardThreads) BackwardOfRows(const Backwar
 
 // Rows of any length: sums for gamma and beta are kept in memory.
 template <typename T>
-__global__ void __launch_bounds__(kBackwardThreads) BackwardOfLongRows(const BackwardJob job) {
+__global__ void __launch_bounds__(kMostThreads) BackwardOfLongRows(const BackwardJob job) {
   __shared__ BlockSums<float2>::Shared sums_of_warps;
   BlockSums<float2> sum_over_block(sums_of_warps);
   const Inputs& inputs = job.inputs;
@@ -502,19 +492,27 @@ int64_t VectorsPerRow(int64_t cols, std::initializer_list<const void*> arrays) {
   return aligned ? cols / kPer16Bytes<T> : 0;
 }
 
-// The kernel that has enough vectors a thread, or the one for long rows; and its threads.
-template <int kMostThreads, typename Job>
+// A kernel for rows of as many vectors as its threads can have.
+template <typename Job>
+struct Instance {
+  void (*kernel)(Job);
+  int vectors_per_thread, most_threads;
+};
+
+// The first that has enough, or the one for long rows; and its threads.
+template <typename Job>
 struct Selected {
   void (*kernel)(Job);
   int vectors_per_thread = 0;
-  unsigned threads = kMostThreads;
+  unsigned threads;
 
-  Selected(int64_t vectors, void (*const (&by_vectors)[4])(Job), void (*long_rows)(Job)) : kernel(long_rows) {
-    for (int i = 0; i < 4 && vectors > 0; ++i) {
-      if (vectors > int64_t{kMostThreads} << i || by_vectors[i] == nullptr) continue;
-      kernel = by_vectors[i];
-      vectors_per_thread = 1 << i;
-      threads = static_cast<unsigned>((((vectors + (1 << i) - 1) >> i) + 31) / 32 * 32);
+  Selected(int64_t vectors, std::initializer_list<Instance<Job>> instances, void (*long_rows)(Job), int long_threads)
+      : kernel(long_rows), threads(long_threads) {
+    for (const auto& [of_rows, per_thread, most] : instances) {
+      if (vectors == 0 || vectors > int64_t{per_thread} * most) continue;
+      kernel = of_rows;
+      vectors_per_thread = per_thread;
+      threads = static_cast<unsigned>(((vectors + per_thread - 1) / per_thread + 31) / 32 * 32);
       return;
     }
   }
@@ -526,10 +524,12 @@ Status LaunchForward(cudaStream_t stream, Job job) {
   const int64_t vectors =
       VectorsPerRow<T>(inputs.cols, {inputs.x, inputs.residual, inputs.gamma, inputs.beta, job.sum, job.rows.data});
   auto with = [&]<bool kCentered>() {
-    const Selected<kForwardThreads, Job> selected(vectors,
-                                                  {NormalizeRows<T, 1, kCentered>, NormalizeRows<T, 2, kCentered>,
-                                                   NormalizeRows<T, 4, kCentered>, NormalizeRows<T, 8, kCentered>},
-                                                  NormalizeLongRows<T>);
+    const Selected<Job> selected(vectors,
+                                 {{NormalizeRows<T, 1, 256, kCentered>, 1, 256},
+                                  {NormalizeRows<T, 2, 256, kCentered>, 2, 256},
+                                  {NormalizeRows<T, 4, 256, kCentered>, 4, 256},
+                                  {NormalizeRows<T, 4, 512, kCentered>, 4, 512}},
+                                 NormalizeLongRows<T>, 256);
     job.blocks = inputs.rows;
     if (selected.vectors_per_thread > 0) {
       int multiprocessors = 0;
@@ -550,9 +550,11 @@ Status LaunchBackward(cudaStream_t stream, const BackwardJob& job) {
   const int64_t vectors = VectorsPerRow<T>(
       job.inputs.cols, {job.inputs.x, job.dy, job.dsum, gradients.dx, gradients.dgamma, gradients.dbeta});
   auto with = [&]<bool kBeta>() {
-    const Selected<kBackwardThreads, BackwardJob> selected(
-        vectors, {BackwardOfRows<T, 1, kBeta>, BackwardOfRows<T, 2, kBeta>, BackwardOfRows<T, 4, kBeta>, nullptr},
-        BackwardOfLongRows<T>);
+    const Selected<BackwardJob> selected(vectors,
+                                         {{BackwardOfRows<T, 1, kBeta>, 1, 512},
+                                          {BackwardOfRows<T, 2, kBeta>, 2, 512},
+                                          {BackwardOfRows<T, 4, kBeta>, 4, 512}},
+                                         BackwardOfLongRows<T>, 512);
     return Check(LaunchAsDependent(selected.kernel, static_cast<unsigned>(job.inputs.count * gradients.partials),
                                    selected.threads, 0, stream, job),
                  "kernel launch");

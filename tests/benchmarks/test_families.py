@@ -18,6 +18,7 @@ from benchmarks import (
     collective_matmul,
     dense,
     gemm,
+    generate,
     harness,
     interconnect,
     layer,
@@ -119,6 +120,16 @@ FAMILIES = {
         {"step optax": {"flops": OF_OPTAX}},
         operations=None,
         unchecked="",  # three steps with other kernels are
+        no_reference="",
+    ),
+    "generate": Family(
+        generate,
+        shapes.GENERATE_CPU[0],
+        ("te_jax", "te_jax_block"),
+        {"token": ("te_jax", "te_jax_block")},
+        {},
+        operations=None,
+        unchecked="",  # another program's tokens are compared
         no_reference="",
     ),
     "collective_matmul, FP8": Family(

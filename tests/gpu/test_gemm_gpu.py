@@ -196,7 +196,9 @@ def test_plain_arrays_of_any_size(m, n, rng):
 
 
 @pytest.mark.parametrize("kind", [*SCALINGS, "plain"])
-@pytest.mark.parametrize(("m", "n", "k"), [(20, 48, 272), (132, 272, 144), (516, 144, 1168)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(4, 48, 400), (12, 144, 272), (20, 48, 272), (132, 272, 144), (516, 144, 1168)]
+)
 def test_batches(m, n, k, kind, rng):
     """Sizes that are no multiples of a tile, and of the second example on scales that are not on 16 bytes."""
     examples = [draw(rng, kind, m, n, k) for _ in range(5)]
@@ -222,7 +224,10 @@ def test_batches(m, n, k, kind, rng):
 )
 def test_te_jax_kernel_without_cublaslt(kind, fast, rng):
     """Nothing here is a product of cuBLASLt, with whose FP8 kernels racecheck ends."""
-    for m, n, k in ((4, 16, 16), (132, 144, 272), (1300, 1056, 1168)):
+    sizes = [(4, 16, 16), (132, 144, 272), (1300, 1056, 1168)]
+    if kind == "block":  # few rows of few and of many columns, and each of the small tiles (tests/native/test_tiles.py)
+        sizes += [(8, 4624, 400), (8, 272, 4112), (16, 1056, 1168), (64, 1040, 656), (516, 4112, 272)]
+    for m, n, k in sizes:
         for lhs_dtype, rhs_dtype in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)):
             lhs, rhs = draw(rng, kind, m, n, k, lhs_dtype, rhs_dtype)
             expected = exact(lhs, rhs)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
 
@@ -184,7 +184,8 @@ def divided(way, mesh_name, make, gradients):
 
 @pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize("mesh_name", MESHES)
-def test_the_same_bits_by_one_exchange_each_way(mesh_name, way, rng):
+def test_the_same_bits_by_one_exchange_each_way(mesh_name, way, require_devices, rng):
+    require_devices(8)
     gradients = {name: x for name, x in draw(rng).items() if name in MATRICES}
     transform = optim.scale_by_muon()
     expected, _ = steps(transform, gradients, [gradients])
@@ -199,7 +200,8 @@ def test_the_same_bits_by_one_exchange_each_way(mesh_name, way, rng):
     assert most / 2 <= moved <= most
 
 
-def test_factors_are_those_of_whole_matrices(rng):
+def test_factors_are_those_of_whole_matrices(require_devices, rng):
+    require_devices(8)
     gradients = {name: x for name, x in draw(rng).items() if name in MATRICES}
     expected, _ = steps(optim.muon(0.1), gradients, [gradients])
     updates, _ = divided("shard_map", "rows", functools.partial(optim.muon, 0.1), gradients)
@@ -241,7 +243,7 @@ STATE = optim.ScaleByMuonState(np.int32(0), np.ones((2, 2), np.float32), None)
 
 
 def in_shard_map(optimizer, spec):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x = jnp.zeros((64, 32))
     options = {"mesh": mesh, "in_specs": (spec, P()), "out_specs": spec}
     return jax.shard_map(lambda g, s: optimizer.update(g, s)[0], **options)(x, optimizer.init(x))
