@@ -19,7 +19,7 @@ __device__ __forceinline__ void ReleaseDependents() { asm volatile("griddepcontr
 __device__ __forceinline__ void WaitForPrimary() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 template <typename... Parameters, typename... Values>
-cudaError_t LaunchAsDependent(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, size_t shared_bytes,
+cudaError_t LaunchAsDependent(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, size_t shared_bytes,
                               cudaStream_t stream, const Values&... values) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

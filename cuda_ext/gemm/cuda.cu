@@ -6,6 +6,7 @@
 #include "gemm/cublaslt.h"
 #include "gemm/gemm.h"
 #include "gemm/hopper.h"
+#include "gemm/hopper_tiles.h"
 
 namespace te::gemm {
 namespace {
@@ -21,8 +22,9 @@ bool UsesCublasLt(const Problem& p) {
 }
 
 // What the package's kernel needs of FP8 operands that sum over k values.
-Status Refusal(const Problem& p, int64_t k) {
-  if (k % 16 != 0 || p.n % 16 != 0 || (p.scaling == Scaling::kBlock && p.m % 4 != 0)) {
+Status Refusal(const Problem& p, int64_t k, bool may_have_few_rows) {
+  const bool any_rows = may_have_few_rows && hopper::HasFewRows(p.batch.count, p.m, p.n);
+  if (k % 16 != 0 || p.n % 16 != 0 || (p.scaling == Scaling::kBlock && p.m % 4 != 0 && !any_rows)) {
     return Status::Failed(
         "FP8 operands must have multiples of 16 summed values and of 16 outer ones in b, and with blocks of 4 in a");
   }
@@ -31,7 +33,7 @@ Status Refusal(const Problem& p, int64_t k) {
 
 Status RunOne(cudaStream_t stream, const Problem& p) {
   if (UsesCublasLt(p)) return cublaslt::Run(stream, p);
-  if (Status status = Refusal(p, p.k); !status.ok()) return status;
+  if (Status status = Refusal(p, p.k, true); !status.ok()) return status;
   return hopper::Run(stream, p);
 }
 
@@ -50,9 +52,9 @@ Status Run(const Executor& executor, const Problem& p) {
 }
 
 Status RunSum(const Executor& executor, const Problem& p, std::span<const OperandPair> more) {
-  if (Status status = Refusal(p, p.k); !status.ok()) return status;
+  if (Status status = Refusal(p, p.k, false); !status.ok()) return status;
   for (const OperandPair& pair : more) {
-    if (Status status = Refusal(p, pair.k); !status.ok()) return status;
+    if (Status status = Refusal(p, pair.k, false); !status.ok()) return status;
   }
   return more.size() == 1 ? hopper::RunSumOfTwo(executor.stream, p, more)
                           : hopper::RunSumOfThree(executor.stream, p, more);

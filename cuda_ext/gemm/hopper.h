@@ -22,7 +22,7 @@ struct Groups {
 
 // Products of FP8 operands, not both E5M2, without gelu. Arrays begin at multiples of 16 bytes, and so do those of
 // every product of a batch but for scales, of which only a's must, and only with blocks. k and n are multiples of 16,
-// and with blocks m of 4.
+// and with blocks m of 4 where it has not few rows (hopper_tiles.h).
 Status Run(cudaStream_t stream, const Problem& problem);
 
 // See te::gemm::RunSum: the products of one or two pairs more. One for each number, in files of their own: they compile

@@ -58,9 +58,10 @@ __global__ void __launch_bounds__(32 * kWarps) MultiplyFewRows(const Problem p) 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int m = static_cast<int>(p.m), n = static_cast<int>(p.n), k = static_cast<int>(p.k);
   const int blocks = (k + kBlock - 1) / kBlock;
-  const int row = lane / 4, first = lane % 4 * 16, n0 = blockIdx.x * kColumns;
+  const int row = lane / 4, first = lane % 4 * 16;
   const StridedBatch& batch = p.batch;
-  const int64_t product = blockIdx.y;
+  const int64_t product = blockIdx.x / (n / kColumns);
+  const int n0 = blockIdx.x % (n / kColumns) * kColumns;
   const auto* const a = static_cast<const uint8_t*>(p.a.data) + product * batch.a_stride;
   const auto* const columns = static_cast<const uint8_t*>(p.b.data) + product * batch.b_stride + int64_t{n0} * k;
   const auto* const b = columns + int64_t{row} * k;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(32 * kWarps) MultiplyFewRows(const Problem p) 
 
 template <Formats kFormats, int kEights, int kWarps>
 Status LaunchFewRows(cudaStream_t stream, const Problem& p) {
-  const dim3 blocks(static_cast<unsigned>(p.n / kColumns), static_cast<unsigned>(p.batch.count));
+  const auto blocks = static_cast<unsigned>(p.batch.count * (p.n / kColumns));
   return Check(LaunchAsDependent(MultiplyFewRows<kFormats, kEights, kWarps>, blocks, 32 * kWarps, 0, stream, p),
                "kernel launch");
 }

@@ -15,7 +15,7 @@ inline constexpr int kClusterColumns = 256;
 // Whether a product with scales of blocks goes to the kernel for few rows of d (hopper_few_rows.cu). For more than 8 it
 // multiplies twice, and tiles are faster where there are enough columns for half of the multiprocessors.
 constexpr bool HasFewRows(int64_t products, int64_t m, int64_t n) {
-  return products < 65536 && (m <= 8 || (m <= 16 && products * n <= 5120));
+  return m <= 8 || (m <= 16 && products * n <= 5120);
 }
 
 struct TileCost {

@@ -27,6 +27,9 @@ Group = Literal["m", "n", "k"]
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator")
 _FLOAT32 = np.dtype(jnp.float32)
 
+_FEW_ROWS = 8
+"""Products of blocks with no more rows have a kernel that takes any number of them."""
+
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
 """32 MiB aligned to 256 bytes, and before them 256 bytes for scalars."""
 
@@ -342,13 +345,14 @@ def _te_gemm(spec: GemmSpec, arrays: Mapping[str, Array], *, in_place: bool) -> 
 def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dict[str, Array]] | None:
     """The same FP8 GEMM of matrices, with zeros appended to M, N and K; None where kernels take the sizes as they are.
 
-    They need N and K in multiples of 16, and with blocks M of 4.
+    They need N and K in multiples of 16, and with blocks an M of more than 8 in multiples of 4.
     """
     batch, a_outer, summed = _groups(spec, "a", arrays)
     b_outer = _groups(spec, "b", arrays)[1]
     m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
     # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
-    steps = (m, spec.scaling.row_multiple), (n, FP8_ALIGNMENT), (k, FP8_ALIGNMENT)
+    few_rows = isinstance(m, int) and m <= _FEW_ROWS
+    steps = (m, 1 if few_rows else spec.scaling.row_multiple), (n, FP8_ALIGNMENT), (k, FP8_ALIGNMENT)
     more_m, more_n, more_k = (-(-size // step) * step - size for size, step in steps)
     if not (more_m or more_n or more_k):
         return None

@@ -270,6 +270,15 @@ def test_vectors(implementation, rng):
     assert_close(outer, np.outer(wide(x), wide(x)), dtype="float32")
 
 
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize(("rows", "is_padded"), [(1, False), (7, False), (8, False), (11, True), (12, False)])
+def test_few_rows_of_blocks_are_not_padded(rows, is_padded, rng):
+    """A kernel takes any number up to 8; beyond, multiples of 4."""
+    lhs, rhs = random_product(rng, (rows,), (128,), (256,), "block")
+    program = jax.make_jaxpr(functools.partial(gemm, implementation="native"))(lhs, rhs)
+    assert (" pad[" in str(program)) == is_padded
+
+
 def test_default_dtypes(implementation, rng):
     lhs, rhs = random_product(rng, (4,), (16,), (16,), "tensor", stands_for="float16")
     call = functools.partial(gemm, implementation=implementation)
