@@ -92,6 +92,7 @@ def attention(
     Args:
       query: [B, T, N, H], bfloat16, float16 or float32.
       key, value: [B, S, K, H] in the same dtype. K divides N: N / K neighbouring heads of query share one of key.
+        Values may have another width than keys, [B, S, K, V], as in latent attention.
       causal: query t sees keys 0 … t; both count from 0, whatever their lengths.
       window: query t sees itself and the window - 1 keys before it. Needs causal=True.
       query_lengths, key_lengths: integers [B]: later tokens are padding, which sees no token and which no token sees.
@@ -110,7 +111,7 @@ def attention(
         ones in reverse mode; none falls back. None chooses, and so does "xla": XLA calls cuDNN too.
 
     Returns:
-      [B, T, N, H] in the dtype of query; with return_lse also float32 [B, T, N].
+      [B, T, N, V] in the dtype of query, where V is the width of values; with return_lse also float32 [B, T, N].
 
     Raises:
       ValueError: an argument breaks a rule above. While lowering: neither cuDNN nor XLA within `max_score_bytes` can
@@ -202,10 +203,10 @@ def validate_operands(arrays: Operands) -> None:
             )
     batch, t, heads, head_dim = query.shape
     _, s, kv_heads, _ = key.shape
-    if arrays["value"].shape != key.shape or (key.shape[0], key.shape[3]) != (batch, head_dim):
+    if arrays["value"].shape[:3] != key.shape[:3] or (key.shape[0], key.shape[3]) != (batch, head_dim):
         raise ValueError(
-            f"key has shape {key.shape} and value {arrays['value'].shape}; for a query of shape {query.shape} both "
-            f"must be ({batch}, S, K, {head_dim})"
+            f"key has shape {key.shape} and value {arrays['value'].shape}; for a query of shape {query.shape} they "
+            f"must be ({batch}, S, K, {head_dim}) and ({batch}, S, K, V)"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"query has {heads} heads and key {kv_heads}; the heads of key must divide those of query")
@@ -302,11 +303,13 @@ class Settings:
         return reference.attention(**arrays, causal=masks.causal, window=masks.window, scale=masks.scale)
 
     def by_library(self, library: Library, operands: Operands) -> tuple[Array, Array]:
-        out, lse = library.forward(operands, self.masks)
+        out, lse = library.forward(_of_one_width(operands), self.masks)
+        out = out[..., : operands["value"].shape[-1]]
         return out.astype(jnp.float32) if self.part else out, lse
 
     def library(self, operands: Operands, *, backward: bool, lse_cotangent: bool) -> tuple[Library, str | None]:
         """Which library computes attention of these local arrays on CUDA, and why it cannot."""
+        operands = _of_one_width(operands)
         asked = self.implementation == "fa3"
         if asked or (self.implementation != "native" and _fa3_attention.is_here()):
             problem = _fa3_attention.problem(operands, self.masks, lse_cotangent=lse_cotangent)
@@ -322,6 +325,17 @@ class Settings:
         if not self.part:
             return operands
         return {**operands, **{name: operands[name].astype(jnp.float32) for name in ("query", "key", "value")}}
+
+
+def _of_one_width(arrays: Operands) -> Operands:
+    """Arrays of keys or values with zeros behind the features of the narrower ones: libraries know one head_dim."""
+    width = max(arrays["query"].shape[-1], arrays["value"].shape[-1])
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) if x.shape[-1] < width else x
+
+    of_width = ("query", "key", "value", "out", "dout")
+    return {name: padded(x) if name in of_width else x for name, x in arrays.items()}
 
 
 # Under jit even when called eagerly: sharded operands are then partitioned rather than gathered.
@@ -412,8 +426,10 @@ class _Split:
         kv_heads = "one" if self.one_kv_head else "n"
         batch_of_bias, heads_of_bias = "alone" if self.shared[0] else "b", "one" if self.shared[1] else heads
         return {
-            **dict.fromkeys(("query", "out", "dout"), f"... b t {heads} h"),
-            **dict.fromkeys(("key", "value"), f"... b s {kv_heads} h"),
+            "query": f"... b t {heads} h",
+            **dict.fromkeys(("out", "dout"), f"... b t {heads} v"),
+            "key": f"... b s {kv_heads} h",
+            "value": f"... b s {kv_heads} v",
             **dict.fromkeys(("lse", "dlse"), f"... b {heads} t"),
             **dict.fromkeys(("query_lengths", "key_lengths"), "... b"),
             "bias": f"... {batch_of_bias} {heads_of_bias} t s",
@@ -424,7 +440,7 @@ class _Split:
 
     def per_shard(self, results: tuple[str, ...], **options: Any):
         sizes = {} if self.group == 1 or self.one_kv_head else {"g": self.group}
-        whole = ("t", "s", "h", "alone", "one")
+        whole = ("t", "s", "h", "v", "alone", "one")
         return sharding.per_shard(self.rule(results), replicated=whole, sizes=sizes, **options)
 
     def forward(self, *arrays: Array, settings: Settings) -> tuple[Array, ...]:
@@ -461,9 +477,14 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> 
     operands = {name: x for name, x in inputs.items() if name not in ("out", "lse", "dout", "dlse")}
 
     def by_library(library: Library, inputs: Operands):
-        out = inputs["out"].astype(inputs["dout"].dtype)
-        residuals = out, inputs["lse"], inputs["dout"], inputs.get("dlse")
-        gradients = library.backward(operands_of(inputs), settings.masks, *residuals, split.wanted)
+        wide = _of_one_width({**inputs, "out": inputs["out"].astype(inputs["dout"].dtype)})
+        residuals = wide["out"], wide["lse"], wide["dout"], wide.get("dlse")
+        gradients = library.backward(operands_of(wide), settings.masks, *residuals, split.wanted)
+        of_width = ("query", "key", "value")
+        gradients = tuple(
+            x[..., : inputs[name].shape[-1]] if name in of_width else x
+            for name, x in zip(split.wanted, gradients, strict=True)
+        )
         return tuple(x.astype(jnp.float32) for x in gradients) if settings.part else gradients
 
     def by_xla(inputs: Operands):

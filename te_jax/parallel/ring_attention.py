@@ -100,7 +100,7 @@ def ring_attention(
 
     Args:
       query: [B, T, N, H]: this device's T of the sequences' D T tokens. If causal, in `context_order`.
-      key, value: [B, T, K, H] of the same tokens.
+      key, value: [B, T, K, H] and [B, T, K, V] of the same tokens.
       axis_name: the mesh axis of the D devices.
       causal: a token sees itself and those before it.
       window: a token sees itself and the window - 1 tokens before it. Needs causal=True. All keys travel nevertheless.
@@ -111,7 +111,7 @@ def ring_attention(
         of T / 2 × T / 2 tokens, without causal of T × T.
 
     Returns:
-      [B, T, N, H] in the dtype of query.
+      [B, T, N, V] in the dtype of query.
 
     Raises:
       ValueError: an argument breaks a rule above, or `axis_name` is no mapped axis.
@@ -195,7 +195,7 @@ def _runs(segment_ids: Array, axis_name: str, *, causal: bool) -> tuple[Array, A
 
 
 class _Keys(NamedTuple):
-    """Ring data: the segments of tokens, and keys and values [B, T, 2 K, H] as one array, since XLA has one exchange
+    """Ring data: the segments of tokens, and keys and values [B, T, K, H + V] as one array, since XLA has one exchange
     under way at a time."""
 
     pair: Array
@@ -207,7 +207,7 @@ class _Keys(NamedTuple):
 
 
 def _pair(key: Array, value: Array) -> Array:
-    return jnp.concatenate([key, value], 2)
+    return jnp.concatenate([key, value], 3)
 
 
 class _Gradients(NamedTuple):
@@ -311,7 +311,7 @@ class _Block:
         return of_blocks
 
     def masked(self, query: Array, pair: Array, visible: Array | None) -> tuple[dict[str, Array], Array | None]:
-        operands = {"query": query} | dict(zip(("key", "value"), jnp.split(pair, 2, 2), strict=True))
+        operands = {"query": query} | dict(zip(("key", "value"), jnp.split(pair, [query.shape[3]], 3), strict=True))
         if visible is None:
             return operands, None
         rows = jnp.any(visible, axis=-1)
@@ -460,7 +460,8 @@ def _backward(ring: _Ring, residuals: tuple[dict[str, Array], Array, Array], dou
         of_query = of_block.query if of_query is None else of_query + of_block.query
         of_keys = of_block.pair if of_keys is None else of_keys + of_block.pair
     assert of_query is not None
-    sums = dict(zip(("query", "key", "value"), (of_query, *jnp.split(ring.next(of_keys), 2, 2)), strict=True))
+    of_pair = jnp.split(ring.next(of_keys), [of_query.shape[3]], 3)
+    sums = dict(zip(("query", "key", "value"), (of_query, *of_pair), strict=True))
     gradients = {name: x.astype(operands[name].dtype) for name, x in sums.items()}
     return ({**dict.fromkeys(operands), **gradients},)
 

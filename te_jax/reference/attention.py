@@ -28,7 +28,7 @@ def attention(
     Computes in float32, or in float64 for float64 operands. All operands may have more leading dimensions.
 
     Returns:
-      (output [*batch, T, N, H], log-sum-exp [*batch, N, T]), 0 and -inf for a query that sees no key.
+      (output [*batch, T, N, V], log-sum-exp [*batch, N, T]), 0 and -inf for a query that sees no key.
     """
     dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     kv_heads, group = key.shape[-2], query.shape[-2] // key.shape[-2]

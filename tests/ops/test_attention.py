@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -29,11 +30,11 @@ def normal(rng, *shape, dtype="float32"):
     return jax.device_put(rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
-def draw(rng, *, heads=4, kv_heads=4, t=T, s=S, dtype="float32", head_dim=H, batch=B):
+def draw(rng, *, heads=4, kv_heads=4, t=T, s=S, dtype="float32", head_dim=H, batch=B, width=None):
     return {
         "query": normal(rng, batch, t, heads, head_dim, dtype=dtype),
         "key": normal(rng, batch, s, kv_heads, head_dim, dtype=dtype),
-        "value": normal(rng, batch, s, kv_heads, head_dim, dtype=dtype),
+        "value": normal(rng, batch, s, kv_heads, head_dim if width is None else width, dtype=dtype),
     }
 
 
@@ -106,14 +107,17 @@ AROUND = [("", (B,), False), ("bias", (B,), True), ("bias", (2, B), False), ("si
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation", "kv_heads", "extra"),
-    [(name, (None, "reference")[i % 2], *OPERANDS[i % len(OPERANDS)]) for i, name in enumerate(MASKS)],
+    ("name", "implementation", "kv_heads", "extra", "width"),
+    [
+        (name, (None, "reference")[i % 2], *OPERANDS[i % len(OPERANDS)], (H, H, H // 2, 2 * H)[i % 4])
+        for i, name in enumerate(MASKS)
+    ],
 )
-def test_values_and_gradients(name, kv_heads, extra, implementation, rng):
-    """With a log-sum-exp that has a gradient, too."""
+def test_values_and_gradients(name, kv_heads, extra, width, implementation, rng):
+    """With a log-sum-exp that has a gradient, too, and values of a width of their own."""
     options, of_mask = MASKS[name]
     keys = keys_of(options)
-    arguments = draw(rng, kv_heads=kv_heads, s=keys)
+    arguments = draw(rng, kv_heads=kv_heads, s=keys, width=width)
     if extra:
         shapes = {"bias": [(4, T, keys), (B, 1, 1, keys), (1, T, 1), (T, keys)], "sinks": [(4,)]}[extra]
         arguments[extra] = normal(rng, *shapes[rng.integers(len(shapes))])
@@ -123,7 +127,7 @@ def test_values_and_gradients(name, kv_heads, extra, implementation, rng):
         out, lse = ops.attention(**arguments, **options, return_lse=True, implementation=implementation)
         return out, finite(lse)
 
-    cotangents = normal(rng, B, T, 4, H), normal(rng, B, T, 4)
+    cotangents = normal(rng, B, T, 4, width), normal(rng, B, T, 4)
     results, (gradients,) = results_and_gradients(run, (arguments,), cotangents)
     expected = by_oracle(arguments, mask, cotangents)
     jax.tree.map(lambda a, b: assert_close(a, b, dtype="float32"), (results, gradients), expected)
@@ -720,6 +724,26 @@ OF_FA3 = [
     ("packed, causal", "sinks", (2, B)),
     ("packed and window", "", (B,)),
 ]
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_values_of_another_width_by_a_library(width, monkeypatch, rng):
+    """With zeros behind the narrower ones, of which no result and no gradient has a trace."""
+    monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
+    monkeypatch.setattr(_cudnn_attention._Call, "_configuration", _configuration)
+    monkeypatch.setattr(_cudnn_attention, "problem", lambda *_, **__: None)
+    module = importlib.import_module("te_jax.ops.attention")  # the package has the function by this name
+    monkeypatch.setattr(module, "by_platform", lambda arrays, *, cuda, **_: cuda(*arrays))
+    arguments = draw(rng, kv_heads=2, s=T, head_dim=16, width=width)
+    run = functools.partial(ops.attention, causal=True)
+    cotangent = normal(rng, B, T, 4, width)
+    result, vjp = jax.vjp(lambda arguments: run(**arguments), arguments)
+    (expected, _), of_oracle = by_oracle(
+        arguments, oracle.visible(B, T, T, causal=True), (cotangent, np.zeros((B, T, 4), np.float32))
+    )
+    assert_close(result, expected, dtype="float32")
+    for name, gradient in vjp(cotangent)[0].items():
+        assert_close(gradient, of_oracle[name], dtype="float32")
 
 
 @pytest.mark.parametrize(

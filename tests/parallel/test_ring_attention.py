@@ -14,12 +14,13 @@ from te_jax import checkpoint_policies, ops
 from te_jax.parallel import context_order, ring_attention
 from te_jax.testing import assert_close
 
-B, T, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 2, 8
+B, T, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 32, 4, 2, 8, 16
 SPEC = P(None, "context")
 
 
 def drawn(rng, dtype="float32"):
-    shapes = [(B, T, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    widths = (HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM), (HEADS, VALUE_DIM)
+    shapes = [(B, T, *width) for width in widths]
     return [np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)) for shape in shapes]
 
 
