@@ -96,19 +96,19 @@ struct Activate {
   float* weight_sums;  // backward
 
   template <typename T, typename Tiles>
-  __device__ __forceinline__ void operator()(const Tile& tile, const Place<T>& place, const Tiles& tiles) const {
+  __device__ __forceinline__ void operator()(const Tile& tile, const ThreadCoord<T>& coord, const Tiles& tiles) const {
     Dispatch(function.kind, gated, [&]<Kind kKind, bool kGated>() {
       constexpr int kInputs = 1 + kGated + kBackward, kResults = kBackward ? kInputs : 1;
 #pragma unroll 2
       for (int r = 0; r < kPatch; ++r) {
-        const int row = place.down * kPatch + r;
+        const int row = coord.down * kPatch + r;
         float weight = 1.0f, sum = 0.0f;
         if constexpr (kWeighted) {
-          weight = place.row + r < rows ? weights[RowOffset(tile.example, rows) + place.row + r] : 0.0f;
+          weight = coord.row + r < rows ? weights[RowOffset(tile.example, rows) + coord.row + r] : 0.0f;
         }
 #pragma unroll
         for (int v = 0; v < Words<T>::kVectors; ++v) {
-          const int vector = v * kAcross + place.across;
+          const int vector = v * kAcross + coord.across;
           uint4 vectors[kMostTiles];
 #pragma unroll
           for (int i = 0; i < kInputs; ++i) vectors[i] = tiles.Get(i, row, vector);
@@ -119,8 +119,8 @@ struct Activate {
         if constexpr (kWeighted && kBackward) {
 #pragma unroll
           for (int mask = kAcross / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, mask);
-          if (place.across == 0 && place.row + r < rows) {
-            weight_sums[RowOffset(tile.example * tiles_across + tile.col, rows) + place.row + r] = sum;
+          if (coord.across == 0 && coord.row + r < rows) {
+            weight_sums[RowOffset(tile.example * tiles_across + tile.col, rows) + coord.row + r] = sum;
           }
         }
       }

@@ -48,8 +48,8 @@ cublasLtEpilogue_t EpilogueOf(const Key& key) {
   return key.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// A row of calls that stops at the first failure.
-class Attempt {
+// The status of a row of calls: a failure sticks, and the calls after it are left out.
+class StickyStatus {
  public:
   template <typename Call>
   void Do(const char* what, const Call& call) {
@@ -183,18 +183,18 @@ Status Plan::Make(cublasLtHandle_t handle, const Key& key, const Arrays& arrays,
 }
 
 Status Plan::Describe() {
-  Attempt attempt;
+  StickyStatus sticky;
   auto make_layout = [&](Type type, bool transposed, int64_t rows, int64_t columns, int64_t stride, Layout& made,
                          const char* what) {
     cublasLtMatrixLayout_t layout = nullptr;
     const auto [stored_rows, stored_columns] = transposed ? std::pair(columns, rows) : std::pair(rows, columns);
-    attempt.Do(what, [&] {
+    sticky.Do(what, [&] {
       return cublasLtMatrixLayoutCreate(&layout, DataTypeOf(type), stored_rows, stored_columns, stored_rows);
     });
     made.reset(layout);
     const auto batch = static_cast<int32_t>(key_.batch);
-    attempt.Set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, batch, what);
-    attempt.Set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride, what);
+    sticky.Set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, batch, what);
+    sticky.Set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride, what);
   };
   const bool b_transposed = !key_.b_summed_first, a_transposed = key_.a_summed_first;
   make_layout(key_.b_type, b_transposed, key_.n, key_.k, key_.b_stride, first_, "layout of b");
@@ -203,38 +203,38 @@ Status Plan::Describe() {
   make_layout(key_.d_type, false, key_.n, key_.m, key_.d_stride, result_, "layout of d");
 
   cublasLtMatmulDesc_t made = nullptr;
-  attempt.Do("cublasLtMatmulDescCreate",
-             [&] { return cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F); });
+  sticky.Do("cublasLtMatmulDescCreate",
+            [&] { return cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F); });
   description_.reset(made);
   const int32_t b_operation = b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   const int32_t a_operation = a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   const int32_t d_type = DataTypeOf(key_.d_type);
-  attempt.Set(made, CUBLASLT_MATMUL_DESC_TRANSA, b_operation, "transposition of b");
-  attempt.Set(made, CUBLASLT_MATMUL_DESC_TRANSB, a_operation, "transposition of a");
-  attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(EpilogueOf(key_)), "epilogue");
+  sticky.Set(made, CUBLASLT_MATMUL_DESC_TRANSA, b_operation, "transposition of b");
+  sticky.Set(made, CUBLASLT_MATMUL_DESC_TRANSB, a_operation, "transposition of a");
+  sticky.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<uint32_t>(EpilogueOf(key_)), "epilogue");
   if (IsFp8(key_.a_type)) {
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(key_.fast_accumulation), "fast sums");
+    sticky.Set(made, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(key_.fast_accumulation), "fast sums");
   }
   if (key_.row_scales) {
     constexpr int32_t kOneForEachRow = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOneForEachRow, "scales of b");
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOneForEachRow, "scales of a");
+    sticky.Set(made, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOneForEachRow, "scales of b");
+    sticky.Set(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOneForEachRow, "scales of a");
   }
   if (key_.bias) {
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d_type, "type of bias");
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key_.bias_stride, "stride of bias");
+    sticky.Set(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d_type, "type of bias");
+    sticky.Set(made, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key_.bias_stride, "stride of bias");
   }
   if (key_.preactivation) {
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, d_type, "type of the preactivation");
-    attempt.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key_.n, "stride of the preactivation");
+    sticky.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, d_type, "type of the preactivation");
+    sticky.Set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key_.n, "stride of the preactivation");
   }
-  return attempt.status();
+  return sticky.status();
 }
 
 Status Plan::SetPointers(const Arrays& arrays) {
-  Attempt attempt;
+  StickyStatus sticky;
   auto set = [&](bool wanted, cublasLtMatmulDescAttributes_t attribute, const void* pointer, const char* what) {
-    if (wanted) attempt.Set(description_.get(), attribute, pointer, what);
+    if (wanted) sticky.Set(description_.get(), attribute, pointer, what);
   };
   const bool fp8 = IsFp8(key_.a_type);
   set(key_.bias, CUBLASLT_MATMUL_DESC_BIAS_POINTER, arrays.bias, "bias");
@@ -242,23 +242,23 @@ Status Plan::SetPointers(const Arrays& arrays) {
   set(fp8, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, arrays.b_scale_inv, "scale of b");
   set(fp8, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, arrays.a_scale_inv, "scale of a");
   // C never has a scale: with β ≠ 0 it would hang cuBLASLt 13.1.
-  return attempt.status();
+  return sticky.status();
 }
 
 Status Plan::FindAlgorithms(cublasLtHandle_t handle) {
-  Attempt attempt;
+  StickyStatus sticky;
   cublasLtMatmulPreference_t made = nullptr;
-  attempt.Do("cublasLtMatmulPreferenceCreate", [&] { return cublasLtMatmulPreferenceCreate(&made); });
+  sticky.Do("cublasLtMatmulPreferenceCreate", [&] { return cublasLtMatmulPreferenceCreate(&made); });
   const Preference preference(made);
   const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   const auto workspace_bytes = static_cast<uint64_t>(key_.workspace_bytes - SpreadBytes(key_));
-  attempt.Set(made, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes, "preferred workspace");
-  attempt.Set(made, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions, "preferred reductions");
-  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{key_.b_alignment}, "alignment of b");
-  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{key_.a_alignment}, "alignment of a");
-  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{key_.c_alignment}, "alignment of c");
-  attempt.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{key_.d_alignment}, "alignment of d");
-  if (Status status = attempt.status(); !status.ok()) return status;
+  sticky.Set(made, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes, "preferred workspace");
+  sticky.Set(made, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions, "preferred reductions");
+  sticky.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{key_.b_alignment}, "alignment of b");
+  sticky.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{key_.a_alignment}, "alignment of a");
+  sticky.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{key_.c_alignment}, "alignment of c");
+  sticky.Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{key_.d_alignment}, "alignment of d");
+  if (Status status = sticky.status(); !status.ok()) return status;
   std::array<cublasLtMatmulHeuristicResult_t, kMostAlgorithms> found{};
   int count = 0;
   const cublasStatus_t searched =

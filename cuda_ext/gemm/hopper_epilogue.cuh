@@ -33,20 +33,20 @@ struct Pair<__nv_bfloat16> {
 template <typename C>
 class Epilogue {
  public:
-  __device__ Epilogue(const Arguments& arguments, float (&total)[C::kSubtiles][C::kBN / 2], const Place& place,
+  __device__ Epilogue(const Arguments& arguments, float (&total)[C::kSubtiles][C::kBN / 2], const WorkTile& work_tile,
                       int group_row, int n0, uint32_t staging)
       : arguments_(arguments),
         p_(arguments.problem),
         total_(total),
         lane_(threadIdx.x % 32),
-        product_(place.product),
-        row_(place.m0 + group_row + threadIdx.x / 32 % 4 * 16),
+        product_(work_tile.product),
+        row_(work_tile.m0 + group_row + threadIdx.x / 32 % 4 * 16),
         column_(n0),
         staging_(staging),
-        rows_left_((C::kGrouping == Grouping::kRows ? place.rows : static_cast<int>(p_.m)) - row_),
+        rows_left_((C::kGrouping == Grouping::kRows ? work_tile.rows : static_cast<int>(p_.m)) - row_),
         columns_left_(static_cast<int>(p_.n) - n0),
-        rows_before_(place.first_row - row_),
-        is_zero_(C::kGrouping != Grouping::kNone && place.steps == 0) {}
+        rows_before_(work_tile.first_row - row_),
+        is_zero_(C::kGrouping != Grouping::kNone && work_tile.steps == 0) {}
 
   __device__ __forceinline__ void Run() {
     // With blocks the sums are scaled already. Where nothing was summed, scales are those of nothing: they may be NaN.

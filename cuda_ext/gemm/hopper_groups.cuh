@@ -31,7 +31,7 @@ __host__ __device__ constexpr int BytesOfTable(const Groups& groups) {
 }
 
 // The operands of a tile of a range, and the rows of it that are written.
-struct Place {
+struct WorkTile {
   int product;            // whose b, bias and d it is
   int m0;                 // of the tile
   int first_row, rows;    // those from first_row to before `rows` are written
@@ -151,7 +151,7 @@ class GroupedTiles {
     return true;
   }
 
-  __device__ __forceinline__ Place PlaceOf(const Problem& p, const Tile& tile) const {
+  __device__ __forceinline__ WorkTile WorkTileOf(const Problem& p, const Tile& tile) const {
     const int begin = table_.Row(tile.range), end = table_.Row(tile.range + 1);
     const int group = tile.range % (groups_.count + 2) - 1;
     if constexpr (C::kGrouping == Grouping::kSums) {
@@ -199,10 +199,10 @@ class TileSlots {
   }
 
   // By the producer.
-  __device__ __forceinline__ void Publish(const Place& place, int n0) {
+  __device__ __forceinline__ void Publish(const WorkTile& work_tile, int n0) {
     BarrierWait(Empty(ring_.stage), ring_.parity ^ 1);
-    StoreShared(Slot(), Chunk(place.m0, place.first_row, place.rows, n0));
-    StoreShared(Slot() + 16, Chunk(place.steps, place.product, place.first_step, 0));
+    StoreShared(Slot(), Chunk(work_tile.m0, work_tile.first_row, work_tile.rows, n0));
+    StoreShared(Slot() + 16, Chunk(work_tile.steps, work_tile.product, work_tile.first_step, 0));
     BarrierArrive(Full(ring_.stage));
     ring_.Advance();
   }
@@ -214,7 +214,7 @@ class TileSlots {
     tile->n0 = LoadSharedInt(Slot() + 12);
     return LoadSharedInt(Slot() + 16) != kEnd;
   }
-  __device__ __forceinline__ Place PlaceOf(const Problem&, const Tile&) const {
+  __device__ __forceinline__ WorkTile WorkTileOf(const Problem&, const Tile&) const {
     const uint4 rows = LoadSharedChunk(Slot()), sum = LoadSharedChunk(Slot() + 16);
     return {static_cast<int>(sum.y),  static_cast<int>(rows.x), static_cast<int>(rows.y),
             static_cast<int>(rows.z), static_cast<int>(sum.z),  static_cast<int>(sum.x)};

@@ -40,7 +40,7 @@ class Tiles {
  public:
   __device__ Tiles() : next_(blockIdx.x / 2) {}
 
-  // Tiles of rows are counted through all products of a batch: see `PlaceOf`.
+  // Tiles of rows are counted through all products of a batch: see `WorkTileOf`.
   __device__ __forceinline__ bool Next(const Problem& p, Tile* tile) {
     const int rows = static_cast<int>(p.batch.count) * CeilDiv(p.m, C::kClusterM);
     const int columns = CeilDiv(p.n, C::kClusterN);
@@ -55,7 +55,7 @@ class Tiles {
     return true;
   }
 
-  static __device__ __forceinline__ Place PlaceOf(const Problem& p, const Tile& tile) {
+  static __device__ __forceinline__ WorkTile WorkTileOf(const Problem& p, const Tile& tile) {
     const int rows = static_cast<int>(p.m), steps = CeilDiv(p.k, C::kBK);
     // Dividing costs up to 2% (docs/measurements.md).
     if (p.batch.count == 1) return {0, tile.row_tile * C::kClusterM, 0, rows, 0, steps};
@@ -99,13 +99,13 @@ __device__ __forceinline__ void LoadB(const CUtensorMap* map, uint32_t to, int k
 template <typename C>
 using ArgumentsOf = std::conditional_t<C::kPairs == 1, Arguments, SumArguments<C::kPairs>>;
 
-// The steps of a place up to the end of a pair.
+// The steps of a work tile up to the end of a pair.
 template <typename C>
-__device__ __forceinline__ int EndOf(const ArgumentsOf<C>& arguments, const Place& place, int pair) {
+__device__ __forceinline__ int EndOf(const ArgumentsOf<C>& arguments, const WorkTile& work_tile, int pair) {
   if constexpr (C::kPairs == 1) {
-    return place.steps;
+    return work_tile.steps;
   } else {
-    return place.steps == 0 ? 0 : arguments.ends[pair];
+    return work_tile.steps == 0 ? 0 : arguments.ends[pair];
   }
 }
 
@@ -239,16 +239,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
         }
       }();
       while (tiles.Next(p, &tile)) {
-        const Place place = tiles.PlaceOf(p, tile);
-        const auto [product, m0, first_row, end_row, first_step, own_steps] = place;
-        const int steps = EndOf<C>(arguments, place, C::kPairs - 1);
+        const WorkTile work_tile = tiles.WorkTileOf(p, tile);
+        const auto [product, m0, first_row, end_row, first_step, own_steps] = work_tile;
+        const int steps = EndOf<C>(arguments, work_tile, C::kPairs - 1);
         const int n0 = tile.n0;
         const int of_a = kIsGrouped ? 0 : product;
         const int of_b = p.batch.b_stride != 0 ? product : 0;
         const int first_row_scale = product * static_cast<int>(p.batch.a_scales_stride) + m0;
         if constexpr (kIsGrouped) {
           if (!is_producer) continue;
-          slots.Publish(place, n0);
+          slots.Publish(work_tile, n0);
         }
         for (int i = 0; i < steps; ++i, ring.Advance()) {
           int before_pair;
@@ -301,11 +301,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       }
     };
     // Where sums are grouped, takes what is not of the group out of the tiles of a step.
-    auto keep_group = [&](const Place& place, int step) {
+    auto keep_group = [&](const WorkTile& work_tile, int step) {
       if constexpr (C::kGrouping == Grouping::kSums) {
-        if (step != 0 && step != place.steps - 1) return;
-        const int k0 = (place.first_step + step) * C::kBK;
-        const int range = place.product + 1;
+        if (step != 0 && step != work_tile.steps - 1) return;
+        const int k0 = (work_tile.first_step + step) * C::kBK;
+        const int range = work_tile.product + 1;
         const int first = table.Row(range) - k0, last = table.Row(range + 1) - k0;
         if (first <= 0 && last >= C::kBK) return;
         KeepSummed<C, C::kASummedFirst, C::kBytesA>(tiles_a + ring.stage * C::kBytesA, first, last, threadIdx.x);
@@ -326,7 +326,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       }
     }();
     while (tiles.Next(p, &tile)) {
-      const Place before = tiles.PlaceOf(p, tile);
+      const WorkTile before = tiles.WorkTileOf(p, tile);
       const int steps = EndOf<C>(arguments, before, C::kPairs - 1), n0 = tile.n0;
       if constexpr (C::kGrouping == Grouping::kRows) {
         // Others have the tensor cores to themselves where no row of this warpgroup is written.
@@ -427,7 +427,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
       }
 
       // Once more, rather than keep it in registers.
-      Epilogue<C>(arguments, total, tiles.PlaceOf(p, tile), group_row, n0, warp_staging).Run();
+      Epilogue<C>(arguments, total, tiles.WorkTileOf(p, tile), group_row, n0, warp_staging).Run();
       if constexpr (kIsGrouped) tiles.Release(lane);
     }
     if (lane == 0) BulkWaitRead();  // shared memory must outlive what is sent from it

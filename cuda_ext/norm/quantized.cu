@@ -24,7 +24,7 @@ struct NormalizePatch {
     float gamma[quantize::kPatch];
     float mean[quantize::kPatch], rstd[quantize::kPatch];
 
-    __device__ __forceinline__ void operator()(const quantize::Place<T>& place, quantize::Patch<T>& patch) const {
+    __device__ __forceinline__ void operator()(const quantize::ThreadCoord<T>& coord, quantize::Patch<T>& patch) const {
       using W = quantize::Words<T>;
       constexpr int kCount = W::kPerVector;
 #pragma unroll
@@ -32,7 +32,7 @@ struct NormalizePatch {
         float beta[kCount];
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
-          const int col = place.Column(v * kCount + j);
+          const int col = coord.Column(v * kCount + j);
           beta[j] = of_beta && col < cols ? of_beta[col] : 0.0f;
         }
 #pragma unroll
@@ -40,7 +40,7 @@ struct NormalizePatch {
           float y[kCount];
 #pragma unroll
           for (int j = 0; j < kCount; ++j) {
-            const bool inside = place.row + r < rows && place.Column(v * kCount + j) < cols;
+            const bool inside = coord.row + r < rows && coord.Column(v * kCount + j) < cols;
             const float s = quantize::Value<T>(patch[r], v * kCount + j);
             y[j] = inside ? Normalized(s, mean[r], rstd[r], gamma[v * kCount + j], of_beta ? &beta[j] : nullptr) : 0.0f;
           }
@@ -51,12 +51,12 @@ struct NormalizePatch {
   };
 
   template <typename T>
-  __device__ __forceinline__ Of<T> For(const quantize::Tile& tile, const quantize::Place<T>& place) const {
+  __device__ __forceinline__ Of<T> For(const quantize::Tile& tile, const quantize::ThreadCoord<T>& coord) const {
     Of<T> of{inputs.beta ? inputs.beta + tile.example * inputs.cols : nullptr, static_cast<int>(inputs.rows),
              static_cast<int>(inputs.cols)};
 #pragma unroll
     for (int j = 0; j < quantize::kPatch; ++j) {
-      const int col = place.Column(j), row = place.row + j;
+      const int col = coord.Column(j), row = coord.row + j;
       of.gamma[j] = col < of.cols ? inputs.gamma[tile.example * inputs.cols + col] : 0.0f;
       const int64_t index = tile.example * inputs.rows + row;
       of.mean[j] = statistics.mean && row < of.rows ? statistics.mean[index] : 0.0f;

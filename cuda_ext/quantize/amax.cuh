@@ -109,9 +109,9 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
     const T* const from = x + Tile{example, first, tile_col}.Example(shape);
     uint32_t columns[W::kCount] = {};
     for (int tile_row = first; tile_row < last; ++tile_row) {
-      const Place<T> place(Tile{example, tile_row, tile_col});
+      const ThreadCoord<T> coord(Tile{example, tile_row, tile_col});
       Patch<T> patch;
-      Load<T>(from, shape, place, patch);
+      Load<T>(from, shape, coord, patch);
       uint32_t of_tile[W::kCount];
       ColumnMagnitudes<T>(patch, of_tile);
       WaitForPrimary();
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads, kRowAmaxBlocks<T>)
         int row;
         bool writes;
         const uint32_t magnitude = RowMagnitude<T>(patch, &row, &writes);
-        if (writes && place.row + row < shape.rows) {
-          AtomicMax(row_amax + RowOffset(example, shape.rows) + place.row + row, W::FloatBitsOf(magnitude));
+        if (writes && coord.row + row < shape.rows) {
+          AtomicMax(row_amax + RowOffset(example, shape.rows) + coord.row + row, W::FloatBitsOf(magnitude));
         }
       }
     }

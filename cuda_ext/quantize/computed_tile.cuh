@@ -67,7 +67,7 @@ constexpr int SharedBytes(int inputs) {
 template <typename T, int kBlocks, typename F, typename M>
 __device__ __noinline__ void EncodeResult(const TensorMaps& maps, const Arguments& arguments, const Tile& tile,
                                           Slot<T>& slot, Scratch<T>& scratch) {
-  const Place<T> place(tile);
+  const ThreadCoord<T> coord(tile);
   float scale = 1.0f;
   uint32_t seen = kQuietNaN;
   if constexpr (M::scales == Scales::kTensor) {
@@ -75,9 +75,9 @@ __device__ __noinline__ void EncodeResult(const TensorMaps& maps, const Argument
     if (arguments.tensor.own_amax) seen = AmaxSoFar(arguments, tile);
   }
   Patch<T> patch;
-  ReadPatch<T>(slot.values, place, patch);
+  ReadPatch<T>(slot.values, coord, patch);
   if constexpr (M::scales == Scales::kTensor) __syncthreads();  // all have read theirs
-  EncodeTile<T, F, M>(maps, arguments, tile, place, patch, scale, seen, scratch, reinterpret_cast<Staged<T>&>(slot));
+  EncodeTile<T, F, M>(maps, arguments, tile, coord, patch, scale, seen, scratch, reinterpret_cast<Staged<T>&>(slot));
 }
 
 template <typename T, int kBlocks, typename F>
@@ -148,7 +148,7 @@ struct TilesInMemory {
   }
 };
 
-// compute(tile, place, tiles) computes the values that a thread owns in every tile, from those that it owns there.
+// compute(tile, coord, tiles) computes the values that a thread owns in every tile, from those that it owns there.
 template <typename T, int kBlocks, typename Compute>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     ComputeTiles(const __grid_constant__ TileJob job, const __grid_constant__ Compute compute) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   AfterSlots<T>& after = *reinterpret_cast<AfterSlots<T>*>(slots + job.inputs);
   const Shape& shape = job.shape;
   const Tile tile = FindTile(shape, gridDim.x - 1 - blockIdx.x);
-  const Place<T> place(tile);
+  const ThreadCoord<T> coord(tile);
   WaitForPrimary();
   if (shape.aligned) {
     const uint32_t barrier = SharedAddress(&after.barrier);
@@ -176,19 +176,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   } else {
     for (int i = 0; i < job.inputs; ++i) {
       Patch<T> patch;
-      Load<T>(static_cast<const T*>(job.input[i]) + tile.Example(shape), shape, place, patch);
+      Load<T>(static_cast<const T*>(job.input[i]) + tile.Example(shape), shape, coord, patch);
 #pragma unroll
       for (int v = 0; v < Words<T>::kVectors; ++v) {
 #pragma unroll
         for (int r = 0; r < kPatch; ++r) {
           const uint32_t* words = patch[r] + 4 * v;
-          slots[i].values[place.down * kPatch + r][v * kAcross + place.across] =
+          slots[i].values[coord.down * kPatch + r][v * kAcross + coord.across] =
               make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
     }
   }
-  compute(tile, place, TilesInSlots<T>{slots});
+  compute(tile, coord, TilesInSlots<T>{slots});
   for (int i = 0; i < job.results; ++i) {
     EncodeAny<T, kBlocks>(job, i, tile, slots[job.result[i].slot], after.scratch);
   }
@@ -203,10 +203,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Slot<T>& slot = *reinterpret_cast<Slot<T>*>(dynamic);
   AfterSlots<T>& after = *reinterpret_cast<AfterSlots<T>*>(&slot + 1);
   const Tile tile = FindTile(job.shape, gridDim.x - 1 - blockIdx.x);
-  const Place<T> place(tile);
+  const ThreadCoord<T> coord(tile);
   WaitForPrimary();
   for (int i = 0; i < job.results; ++i) {
-    compute(tile, place, TilesInMemory<T>{job, tile, slot, job.result[i].slot});
+    compute(tile, coord, TilesInMemory<T>{job, tile, slot, job.result[i].slot});
     EncodeAny<T, kBlocks>(job, i, tile, slot, after.scratch);
     if (threadIdx.x == 0) BulkWaitRead();
     __syncthreads();  // codes have left the slot

@@ -80,15 +80,15 @@ __device__ __forceinline__ void FindRows(const Shape& shape, const Source& sourc
 // Starts the copies of a thread's patch to shared memory; rows of no token, and what is beyond the columns, become
 // zero.
 template <typename T>
-__device__ __forceinline__ void StartPatch(const T* x, const Shape& shape, const Place<T>& place,
+__device__ __forceinline__ void StartPatch(const T* x, const Shape& shape, const ThreadCoord<T>& coord,
                                            GatheredShared<T>& shared) {
   using W = Words<T>;
 #pragma unroll
   for (int v = 0; v < W::kVectors; ++v) {
-    const int col = place.Column(v * W::kPerVector);
+    const int col = coord.Column(v * W::kPerVector);
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) {
-      const int32_t row = shared.rows[place.down * kPatch + r];
+      const int32_t row = shared.rows[coord.down * kPatch + r];
       const bool inside = row >= 0 && col < shape.cols;
       const T* from = inside ? x + RowOffset(row, shape.cols) + col : x;
       CopyAsync(&shared.vectors[v * kPatch + r][threadIdx.x], from, inside);
@@ -118,22 +118,24 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   FindRows(shape, source, tile, shared.rows);
   __syncthreads();
   const T* x = static_cast<const T*>(arguments.x) + int64_t{tile.example} * source.rows * shape.cols;
-  if (shape.aligned) StartPatch<T>(x, shape, Place<T>(tile), shared);
+  if (shape.aligned) StartPatch<T>(x, shape, ThreadCoord<T>(tile), shared);
   for (; tile.col < run.end; ++tile.col) {
-    const Place<T> place(tile);
+    const ThreadCoord<T> coord(tile);
     Patch<T> patch;
     if (shape.aligned) {
       FinishPatch<T>(shared, patch);
       // The next tile comes while this one is encoded.
-      if (tile.col + 1 < run.end) StartPatch<T>(x, shape, Place<T>({tile.example, tile.row, tile.col + 1}), shared);
+      if (tile.col + 1 < run.end) {
+        StartPatch<T>(x, shape, ThreadCoord<T>({tile.example, tile.row, tile.col + 1}), shared);
+      }
     } else {
-      LoadUnaligned<T>(shape, place, patch, [&](int r) -> const T* {
-        const int32_t row = shared.rows[place.down * kPatch + r];
+      LoadUnaligned<T>(shape, coord, patch, [&](int r) -> const T* {
+        const int32_t row = shared.rows[coord.down * kPatch + r];
         return row < 0 ? nullptr : x + RowOffset(row, shape.cols);
       });
     }
     if (threadIdx.x == 0) BulkWaitRead();  // the tile before has left `staged`, which EncodeTile fills after a barrier
-    EncodeTile<T, F, M>(maps, arguments, tile, place, patch, 1.0f, kQuietNaN, shared.scratch, shared.staged);
+    EncodeTile<T, F, M>(maps, arguments, tile, coord, patch, 1.0f, kQuietNaN, shared.scratch, shared.staged);
   }
   if (threadIdx.x == 0) BulkWaitRead();
 }

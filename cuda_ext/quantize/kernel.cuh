@@ -51,7 +51,7 @@ struct Arguments {
   BlockScaling blocks;
 };
 
-// The values of a tile as TMA loads them. Thread `place` owns [place.down * 8 + r][v * 16 + place.across].
+// The values of a tile as TMA loads them. Thread `coord` owns [coord.down * 8 + r][v * 16 + coord.across].
 template <typename T>
 using TileVectors = uint4[kTile][kTile / Words<T>::kPerVector];
 
@@ -94,12 +94,12 @@ __device__ __forceinline__ void LoadTile(const CUtensorMap& map, const Tile& til
 
 // A thread's patch of a tile in shared memory.
 template <typename T>
-__device__ __forceinline__ void ReadPatch(const TileVectors<T>& tile, const Place<T>& place, Patch<T>& patch) {
+__device__ __forceinline__ void ReadPatch(const TileVectors<T>& tile, const ThreadCoord<T>& coord, Patch<T>& patch) {
 #pragma unroll
   for (int v = 0; v < Words<T>::kVectors; ++v) {
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) {
-      SetVector<T>(patch, r, v, tile[place.down * kPatch + r][v * kAcross + place.across]);
+      SetVector<T>(patch, r, v, tile[coord.down * kPatch + r][v * kAcross + coord.across]);
     }
   }
 }
@@ -123,7 +123,7 @@ __device__ __forceinline__ void StoreTile(const TensorMaps& maps, const Argument
 }
 
 template <typename T>
-__device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile, const Place<T>& place,
+__device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile, const ThreadCoord<T>& coord,
                                            const Patch<T>& patch, Scratch<T>& shared, float* column_sums) {
 #pragma unroll
   for (int j = 0; j < kPatch; ++j) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile,
 #pragma unroll
     for (int r = 1; r < kPatch; ++r) sum += Value<T>(patch[r], j);
     sum += __shfl_xor_sync(kWholeWarp, sum, kAcross);
-    if (place.down % 2 == 0) shared.column_sums[threadIdx.x / 32][Words<T>::Column(place.across, j)] = sum;
+    if (coord.down % 2 == 0) shared.column_sums[threadIdx.x / 32][Words<T>::Column(coord.across, j)] = sum;
   }
   __syncthreads();
   const int col = tile.col * kTile + threadIdx.x;
@@ -145,18 +145,19 @@ __device__ __forceinline__ void SumColumns(const Shape& shape, const Tile& tile,
 
 // Scales of a tile's rows, from their amaxes in the tile.
 template <typename T, typename F>
-__device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, const Tile& tile, const Place<T>& place,
-                                                 const Patch<T>& patch, Scratch<T>& shared) {
+__device__ __forceinline__ void ScaleRowsOfBlock(const Arguments& arguments, const Tile& tile,
+                                                 const ThreadCoord<T>& coord, const Patch<T>& patch,
+                                                 Scratch<T>& shared) {
   int row;
   bool first;
   const uint32_t magnitude = RowMagnitude<T>(patch, &row, &first);
   if (!first) return;
   const float amax = __uint_as_float(Words<T>::FloatBitsOf(magnitude));
   const float scale = ScaleOf<F>(amax, arguments.power_of_two_scales);
-  shared.row_scale[place.down * kPatch + row] = scale;
-  if (arguments.data && place.row + row < arguments.shape.rows) {
+  shared.row_scale[coord.down * kPatch + row] = scale;
+  if (arguments.data && coord.row + row < arguments.shape.rows) {
     const int64_t block = RowOffset(tile.ColOfAll(arguments.shape), arguments.shape.rows);
-    arguments.blocks.scale_inv[block + place.row + row] = ScaleInvOf(amax, scale);
+    arguments.blocks.scale_inv[block + coord.row + row] = ScaleInvOf(amax, scale);
   }
 }
 
@@ -232,8 +233,8 @@ __device__ __forceinline__ uint32_t AmaxSoFar(const Arguments& arguments, const 
 //   seen    AmaxSoFar, where the tensor's own amax is asked for
 template <typename T, typename F, typename M>
 __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Arguments& arguments, const Tile& tile,
-                                           const Place<T>& place, const Patch<T>& patch, float scale, uint32_t seen,
-                                           Scratch<T>& shared, Staged<T>& staged) {
+                                           const ThreadCoord<T>& coord, const Patch<T>& patch, float scale,
+                                           uint32_t seen, Scratch<T>& shared, Staged<T>& staged) {
   using W = Words<T>;
   const Shape& shape = arguments.shape;
   const bool with_amax = M::scales == Scales::kTensor && arguments.tensor.own_amax != nullptr;
@@ -248,7 +249,7 @@ __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Argumen
     }
   }
   if (arguments.column_sums) {
-    SumColumns<T>(shape, tile, place, patch, shared, arguments.column_sums);
+    SumColumns<T>(shape, tile, coord, patch, shared, arguments.column_sums);
   }
 
   if constexpr (M::scales == Scales::kBlocks) {
@@ -257,16 +258,16 @@ __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Argumen
       for (int w = 0; w < W::kCount; ++w) {
         columns[w] = W::Max(columns[w], __shfl_xor_sync(kWholeWarp, columns[w], kAcross));
       }
-      if (place.down % 2 == 0) {
+      if (coord.down % 2 == 0) {
 #pragma unroll
         for (int v = 0; v < W::kVectors; ++v) {
-          reinterpret_cast<uint4*>(shared.col_magnitudes[threadIdx.x / 32][place.across])[v] =
+          reinterpret_cast<uint4*>(shared.col_magnitudes[threadIdx.x / 32][coord.across])[v] =
               make_uint4(columns[4 * v], columns[4 * v + 1], columns[4 * v + 2], columns[4 * v + 3]);
         }
       }
     }
     // After the columns: fewer registers are taken by then.
-    if constexpr (M::row_scales) ScaleRowsOfBlock<T, F>(arguments, tile, place, patch, shared);
+    if constexpr (M::row_scales) ScaleRowsOfBlock<T, F>(arguments, tile, coord, patch, shared);
     if constexpr (!M::row_scales || !M::col_scales) {
       const uint32_t of_warp = __reduce_max_sync(kWholeWarp, magnitude);
       if (threadIdx.x % 32 == 0) shared.magnitudes[threadIdx.x / 32] = of_warp;
@@ -295,8 +296,8 @@ __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Argumen
   uint32_t codes[kPatch][2];
   if (M::same_codes || arguments.data) {
     EncodeRows<T, F>(patch, special, codes,
-                     [&](int r) { return M::row_scales ? shared.row_scale[place.down * kPatch + r] : scale; });
-    if (arguments.data) staged.PutData(place, codes);
+                     [&](int r) { return M::row_scales ? shared.row_scale[coord.down * kPatch + r] : scale; });
+    if (arguments.data) staged.PutData(coord, codes);
   }
   if (arguments.transposed) {
     uint32_t turned[kPatch][2];
@@ -305,9 +306,9 @@ __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Argumen
     } else {
       if constexpr (M::scales == Scales::kBlocks && M::col_scales) __syncthreads();  // scales of columns are there
       EncodeColumns<T, F>(patch, special, turned,
-                          [&](int j) { return M::col_scales ? shared.col_scale[W::Column(place.across, j)] : scale; });
+                          [&](int j) { return M::col_scales ? shared.col_scale[W::Column(coord.across, j)] : scale; });
     }
-    staged.PutTransposed(place, turned);
+    staged.PutTransposed(coord, turned);
   }
   AsyncProxyFence();
   __syncthreads();
@@ -328,11 +329,11 @@ __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Argumen
 struct AsTheyAre {
   template <typename T>
   struct Of {
-    __device__ __forceinline__ void operator()(const Place<T>&, Patch<T>&) const {}
+    __device__ __forceinline__ void operator()(const ThreadCoord<T>&, Patch<T>&) const {}
   };
 
   template <typename T>
-  __device__ __forceinline__ Of<T> For(const Tile&, const Place<T>&) const {
+  __device__ __forceinline__ Of<T> For(const Tile&, const ThreadCoord<T>&) const {
     return {};
   }
 };
@@ -364,19 +365,19 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<T>)
   if constexpr (M::scales == Scales::kRows) {
     ScaleRowsAndColumns<F>(arguments, tile, shared.scratch.row_scale, shared.scratch.col_scale);
   }
-  const Place<T> place(tile);
-  const auto compute_patch = compute.template For<T>(tile, place);
+  const ThreadCoord<T> coord(tile);
+  const auto compute_patch = compute.template For<T>(tile, coord);
   __syncthreads();  // the barrier, and these scales, are there
 
   Patch<T> patch;
   if (by_tma()) {
     BarrierWait(SharedAddress(&shared.barrier), 0);
-    ReadPatch<T>(shared.tile, place, patch);
+    ReadPatch<T>(shared.tile, coord, patch);
   } else {
-    Load<T>(static_cast<const T*>(arguments.x) + tile.Example(shape), shape, place, patch);
+    Load<T>(static_cast<const T*>(arguments.x) + tile.Example(shape), shape, coord, patch);
   }
-  compute_patch(place, patch);
-  EncodeTile<T, F, M>(maps, arguments, tile, place, patch, scale, seen, shared.scratch, shared.staged);
+  compute_patch(coord, patch);
+  EncodeTile<T, F, M>(maps, arguments, tile, coord, patch, scale, seen, shared.scratch, shared.staged);
   if (threadIdx.x == 0) BulkWaitRead();
 }
 

@@ -105,15 +105,15 @@ struct Tile {
   __device__ int ColOfAll(const Shape& shape) const { return example * shape.TilesAcross() + col; }
 };
 
-// A thread's place in a tile.
+// Coordinates of a thread in a tile, and of its values in the matrix.
 template <typename T>
-struct Place {
+struct ThreadCoord {
   int across;  // 0 … 15
   int down;    // 0 … 15
   int row;     // of its first value
   int col;     // of the tile's first value
 
-  __device__ explicit Place(const Tile& tile)
+  __device__ explicit ThreadCoord(const Tile& tile)
       : across(threadIdx.x % kAcross),
         down(threadIdx.x / kAcross),
         row(tile.row * kTile + down * kPatch),
@@ -138,7 +138,7 @@ __device__ __forceinline__ void SetVector(Patch<T>& patch, int r, int vector, co
 // The values of a patch one by one, where vectors would not be aligned. row_of(r) points to row r of the patch, or is
 // null: its values are zero, as are those beyond the columns.
 template <typename T, typename RowOf>
-__device__ __forceinline__ void LoadUnaligned(const Shape& shape, const Place<T>& place, Patch<T>& patch,
+__device__ __forceinline__ void LoadUnaligned(const Shape& shape, const ThreadCoord<T>& coord, Patch<T>& patch,
                                               const RowOf& row_of) {
 #pragma unroll
   for (int r = 0; r < kPatch; ++r) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void LoadUnaligned(const Shape& shape, const Place<T>
       uint32_t word = 0;
 #pragma unroll
       for (int i = 0; i < kPerWord; ++i) {
-        const int col = place.Column(w * kPerWord + i);
+        const int col = coord.Column(w * kPerWord + i);
         if (!row || col >= shape.cols) continue;
         const T value = row[col];
         if constexpr (sizeof(T) == 4) {
@@ -165,13 +165,13 @@ __device__ __forceinline__ void LoadUnaligned(const Shape& shape, const Place<T>
 
 // The values of a patch of the tensor x; zero outside of it.
 template <typename T>
-__device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place<T>& place, Patch<T>& patch) {
+__device__ __forceinline__ void Load(const T* x, const Shape& shape, const ThreadCoord<T>& coord, Patch<T>& patch) {
   using W = Words<T>;
   if (shape.aligned) {
 #pragma unroll
     for (int v = 0; v < W::kVectors; ++v) {
-      const T* from = x + RowOffset(place.row, shape.cols) + place.Column(v * W::kPerVector);
-      const bool inside = place.Inside(shape, v);
+      const T* from = x + RowOffset(coord.row, shape.cols) + coord.Column(v * W::kPerVector);
+      const bool inside = coord.Inside(shape, v);
 #pragma unroll
       for (int r = 0; r < kPatch; ++r) {
         const uint4* address = reinterpret_cast<const uint4*>(from + RowOffset(r, shape.cols));
@@ -182,8 +182,8 @@ __device__ __forceinline__ void Load(const T* x, const Shape& shape, const Place
     }
     return;
   }
-  LoadUnaligned<T>(shape, place, patch, [&](int r) {
-    return place.row + r < shape.rows ? x + RowOffset(place.row + r, shape.cols) : nullptr;
+  LoadUnaligned<T>(shape, coord, patch, [&](int r) {
+    return coord.row + r < shape.rows ? x + RowOffset(coord.row + r, shape.cols) : nullptr;
   });
 }
 
@@ -367,10 +367,10 @@ struct Staged {
   alignas(1024) uint4 transposed[kPatch * kAcross][kChunks];
   alignas(128) uint8_t data[kTile][kTile];
 
-  __device__ __forceinline__ void PutData(const Place<T>& place, const uint32_t (&codes)[kPatch][2]) {
+  __device__ __forceinline__ void PutData(const ThreadCoord<T>& coord, const uint32_t (&codes)[kPatch][2]) {
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) {
-      uint8_t* to = data[place.down * kPatch + r] + place.across * W::kPerVector;
+      uint8_t* to = data[coord.down * kPatch + r] + coord.across * W::kPerVector;
       if constexpr (W::kVectors == 1) {
         *reinterpret_cast<uint2*>(to) = make_uint2(codes[r][0], codes[r][1]);
       } else {
@@ -380,11 +380,11 @@ struct Staged {
     }
   }
 
-  __device__ __forceinline__ void PutTransposed(const Place<T>& place, const uint32_t (&codes)[kPatch][2]) {
+  __device__ __forceinline__ void PutTransposed(const ThreadCoord<T>& coord, const uint32_t (&codes)[kPatch][2]) {
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
-      uint4& chunk = transposed[j * kAcross + place.across][place.down / 2 ^ place.across % kChunks];
-      reinterpret_cast<uint2*>(&chunk)[place.down % 2] = make_uint2(codes[j][0], codes[j][1]);
+      uint4& chunk = transposed[j * kAcross + coord.across][coord.down / 2 ^ coord.across % kChunks];
+      reinterpret_cast<uint2*>(&chunk)[coord.down % 2] = make_uint2(codes[j][0], codes[j][1]);
     }
   }
 

@@ -28,7 +28,7 @@ struct GradientOfPatch {
     float lse[quantize::kPatch], weight[quantize::kPatch];
     int32_t label[quantize::kPatch];
 
-    __device__ __forceinline__ void operator()(const quantize::Place<T>& place, quantize::Patch<T>& patch) const {
+    __device__ __forceinline__ void operator()(const quantize::ThreadCoord<T>& coord, quantize::Patch<T>& patch) const {
       using W = quantize::Words<T>;
       constexpr int kN = W::kPerVector;
       const float inverse_softcap = kSoftcap ? 1.0f / softcap : 0.0f;
@@ -41,7 +41,7 @@ struct GradientOfPatch {
 #pragma unroll
           for (int j = 0; j < kN; ++j) {
             // A row of weight 0 may hold anything.
-            const int column = place.Column(v * kN + j);
+            const int column = coord.Column(v * kN + j);
             const bool counts = column < vocab && weight[r] != 0.0f;
             const float z = quantize::Value<T>(patch[r], v * kN + j);
             x[j] = counts ? terms.template At<kSoftcap>(z, column == label[r], softcap, inverse_softcap) : 0.0f;
@@ -53,14 +53,14 @@ struct GradientOfPatch {
   };
 
   template <typename T>
-  __device__ __forceinline__ Of<T> For(const quantize::Tile&, const quantize::Place<T>& place) const {
+  __device__ __forceinline__ Of<T> For(const quantize::Tile&, const quantize::ThreadCoord<T>& coord) const {
     Of<T> of;
     of.gradient = gradient;
     of.softcap = softcap;
     of.vocab = vocab;
 #pragma unroll
     for (int r = 0; r < quantize::kPatch; ++r) {
-      const int row = place.row + r;
+      const int row = coord.row + r;
       of.weight[r] = row < rows ? gradient.weight[row] : 0.0f;
       of.lse[r] = row < rows ? gradient.lse[row] : 0.0f;
       of.label[r] = row < rows ? labels[row] : kIgnored;
