@@ -148,7 +148,8 @@ struct TilesInMemory {
   }
 };
 
-// compute(tile, coord, tiles) computes the values that a thread owns in every tile, from those that it owns there.
+// compute(tile, coord, tiles) computes the values that a thread owns in every tile, from those that it owns there:
+// docs/fused_kernels.md.
 template <typename T, int kBlocks, typename Compute>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     ComputeTiles(const __grid_constant__ TileJob job, const __grid_constant__ Compute compute) {

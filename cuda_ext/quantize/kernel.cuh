@@ -325,7 +325,8 @@ __device__ __forceinline__ void EncodeTile(const TensorMaps& maps, const Argumen
   }
 }
 
-// Computes nothing. For() gives what computes on a thread's patch in place, and reads all that it needs beside it.
+// Computes nothing. For() gives what computes on a thread's patch in place, and reads all that it needs beside it:
+// docs/fused_kernels.md.
 struct AsTheyAre {
   template <typename T>
   struct Of {
