@@ -11,7 +11,8 @@ known beforehand (…_delayed), and with one that follows from the values, which
 bytes more).
 
 Implementations: `te_jax` (native kernels), `unfused` (XLA's loop in bfloat16, then `ops.quantize` with its kernels),
-`xla` (XLA's loop in bfloat16 alone: nothing in FP8) and `copy` (a device copy of as many bytes, the yardstick).
+`xla_fp8` (all by XLA, which may cast in its loop), `xla` (XLA's loop in bfloat16 alone: nothing in FP8) and `copy` (a
+device copy of as many bytes, the yardstick).
 
 A program computes four sets of operands, and a time is that of one. No time is reported for a result that is wrong:
 every copy is compared with the values in bfloat16 by its relative error.
@@ -35,8 +36,8 @@ from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from te_jax.reference.activation import Activation
 
-IMPLEMENTATIONS = ("te_jax", "unfused", "xla", "copy")
-PEERS = ("unfused", "xla")
+IMPLEMENTATIONS = ("te_jax", "unfused", "xla_fp8", "xla", "copy")
+PEERS = ("unfused", "xla_fp8", "xla")
 ERROR_BOUND = {"float8_e4m3fn": 0.04, "float8_e5m2": 0.08}
 """Relative L2 error of a copy beyond which no time is reported."""
 
@@ -106,7 +107,12 @@ def run_case(case: shapes.MatrixShape, implementations: Sequence[str], timing: T
 
 
 def _build(name: str, operation: _Operation, operands: list[_Operands]) -> Candidate:
-    function = {"te_jax": _fused, "unfused": _unfused, "xla": _plain}[name]
+    function = {
+        "te_jax": functools.partial(_fused, native=True),
+        "unfused": _unfused,
+        "xla_fp8": functools.partial(_fused, native=False),
+        "xla": _plain,
+    }[name]
     expected = jax.jit(functools.partial(_plain, operation))(*operands[0])
     return build_jax(
         name,
@@ -126,7 +132,9 @@ def _plain(operation: _Operation, gate: jax.Array, up: jax.Array, dy: jax.Array)
     return [*gradients_of(dy), *([y] if operation.with_y else [])]
 
 
-def _fused(operation: _Operation, gate: jax.Array, up: jax.Array, dy: jax.Array) -> list[QuantizedArray]:
+def _fused(
+    operation: _Operation, gate: jax.Array, up: jax.Array, dy: jax.Array, *, native: bool
+) -> list[QuantizedArray]:
     activation = operation.recipe.quantization("activation")
     if not operation.backward:
         return [
@@ -136,7 +144,7 @@ def _fused(operation: _Operation, gate: jax.Array, up: jax.Array, dy: jax.Array)
                 quantization=activation,
                 copies="both" if operation.transposed else "data",
                 amax=operation.amax("y"),
-                implementation="native",
+                implementation="native" if native else "reference",
             )
         ]
     *gradients, y = activation_gradients_quantized(
@@ -149,7 +157,7 @@ def _fused(operation: _Operation, gate: jax.Array, up: jax.Array, dy: jax.Array)
         operation.amax("y"),
         Request(operation.recipe.quantization("gradient"), 1, "both", (), (), False, False),
         activation if operation.with_y else None,
-        True,
+        native,
     )
     return [*(parts.array for parts in gradients if parts is not None), *([] if y is None else [y])]
 
