@@ -19,6 +19,7 @@ from te_jax.models import (
     PRESETS,
     DecoderConfig,
     Experts,
+    Factors,
     FolderError,
     Lora,
     RopeScaling,
@@ -126,6 +127,8 @@ def config_of(path: Path, header: dict[str, Any]) -> DecoderConfig:
             fields["rope_scaling"] = RopeScaling(**scaling)
         if (lora := fields.get("lora")) is not None:
             fields["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
+        if (factors := fields.get("factors")) is not None:
+            fields["factors"] = Factors(**factors)
         if isinstance(activation := fields.get("activation"), dict):
             fields["activation"] = ops.Activation(**activation)
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}

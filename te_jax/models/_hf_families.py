@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors
 from te_jax.models.safetensors import FolderError, quoted, shown
 from te_jax.reference.activation import Activation
 
@@ -326,6 +326,26 @@ def _llama(fields: Fields) -> dict[str, Any]:
     return {"attention_biases": ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()}
 
 
+_GRANITE = {
+    **{"embedding_multiplier": "embedding", "residual_multiplier": "residual", "attention_multiplier": "scores"},
+    "logits_scaling": "logits_divisor",
+}
+"""Fields of Granite's config.json, and those of Factors."""
+
+
+def _granite(fields: Fields) -> dict[str, Any]:
+    number: dict[str, Any] = {"kind": (float, int), "default": 1.0}
+    found = {ours: fields.take(theirs, **number) for theirs, ours in _GRANITE.items()}
+    return _llama(fields) | {"factors": Factors(**found)}
+
+
+def _describe_granite(config: DecoderConfig) -> dict[str, object]:
+    found = {theirs: getattr(config.factors, ours) for theirs, ours in _GRANITE.items()}
+    if config.factors.scores is None:
+        found["attention_multiplier"] = config.head_dim**-0.5
+    return _describe_biases(config) | found
+
+
 def _describe_biases(config: DecoderConfig) -> dict[str, object]:
     return {"attention_bias": bool(config.attention_biases)}
 
@@ -516,6 +536,7 @@ FAMILIES = {
             _describe_biases,
             {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
         ),
+        Family("granite", "GraniteForCausalLM", _granite, _describe_granite),
         Family(
             "mixtral",
             "MixtralForCausalLM",

@@ -20,6 +20,7 @@ from te_jax.layers.gated_mlp import gated_mlp
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.models.config import MLP, DecoderConfig
 from te_jax.models.parallel import TensorParallel
+from te_jax.models.tensor_parallel import scaled
 from te_jax.quantized import Quantizable
 from te_jax.recipe import DelayedScalingState
 from te_jax.reference.activation import Activation
@@ -60,6 +61,7 @@ class Block:
           x: the residual stream before it.
           rotary: cos and sin, of `te_jax.layers.attention.rotary_tables`.
           attend: attention of query, key and value [batch, time, heads, head_dim], with the scores of sinks [heads].
+            It scales scores as `DecoderConfig.factors` says.
         """
         config, balance = self.config, None
 
@@ -68,12 +70,12 @@ class Block:
             if config.qk_norm:
                 query, key = self._norm("query_norm")(query, None), self._norm("key_norm")(key, None)
             mixed = attend(rotate(query, *rotary), rotate(key, *rotary), value, self.params.get("sinks"))
-            return self._to_stream(mixed.reshape(*mixed.shape[:2], -1), "out")
+            return scaled(self._to_stream(mixed.reshape(*mixed.shape[:2], -1), "out"), config.factors.residual)
 
         def mlp(x: Any) -> Array:
             nonlocal balance
             y, balance = (self._dense_mlp(x), None) if config.experts is None else self._mixture(x)
-            return y
+            return scaled(y, config.factors.residual)
 
         # Adapters and routers read values.
         recipes = transformer_block.Recipes(
@@ -173,6 +175,14 @@ class Block:
             auxiliary += experts.z_weight * ops.router_z_loss(result.logits, token_axis=token_axes)
         counts = ops.expert_counts(chosen, experts.num_experts, token_axis=token_axes).astype(jnp.float32)
         return result.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
+
+
+def final_norm(scale: Array, config: DecoderConfig, implementation: native.Implementation | None) -> Callable[..., Any]:
+    """The norm before the output head. Its scale divides the logits, wherever they are computed."""
+    if (divisor := config.factors.logits_divisor) != 1:
+        centre = 1.0 if config.zero_centered_norms else 0.0
+        scale = (scale.astype(jnp.float32) + centre) / divisor - centre
+    return rms_norm(scale, config, implementation)
 
 
 def rms_norm(scale: Array, config: DecoderConfig, implementation: native.Implementation | None) -> Callable[..., Any]:

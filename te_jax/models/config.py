@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
 from te_jax._core.types import PyTree
@@ -107,6 +107,35 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True)
+class Factors:
+    """Constants that scale what a decoder computes: those of Granite's config.json.
+
+    Args:
+      embedding: multiplies the embedding of a token.
+      residual: multiplies what attention and MLP add to the residual stream.
+      scores: multiplies the products of query and key; None is head_dim^-½.
+      logits_divisor: divides the logits.
+
+    Raises:
+      ValueError: one is no finite number above 0.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    scores: float | None = None
+    logits_divisor: float = 1.0
+
+    def __post_init__(self):
+        for name in ("embedding", "residual", "scores", "logits_divisor"):
+            value: Any = getattr(self, name)
+            if name == "scores" and value is None:
+                continue
+            if not is_finite_number(value) or value <= 0:
+                raise ValueError(f"factors.{name} is {value!r}: it needs to be a finite number above 0")
+            object.__setattr__(self, name, float(value))
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a decoder. Frozen and hashable, so that it can be a static argument of `jax.jit`.
 
@@ -147,6 +176,7 @@ class DecoderConfig:
       qk_norm: whether query and key are normalized by RMSNorm, each head by itself, before they are rotated.
       zero_centered_norms: whether norms multiply by 1 + scale, as Gemma's do.
       scaled_embedding: whether the embedding is multiplied by √hidden_size, rounded to `dtype`, as Gemma's is.
+      factors: constants of embedding, residual stream, scores and logits.
       tied_head: whether the output head is the transposed embedding, and no parameter of its own.
       lora: adapters beside the kernels; see `te_jax.models.split_adapters`. None for none.
 
@@ -181,6 +211,7 @@ class DecoderConfig:
     qk_norm: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
+    factors: Factors = Factors()
     tied_head: bool = False
     lora: Lora | None = None
 
@@ -255,6 +286,8 @@ class DecoderConfig:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}: it needs to be True or False")
         Activation.of(self.activation)
+        if not isinstance(self.factors, Factors):
+            raise ValueError(f"factors is {self.factors!r}: it needs to be a te_jax.models.Factors")
         if not (self.lora is None or isinstance(self.lora, Lora)):
             raise ValueError(
                 f"lora is {self.lora!r}: it needs to be a te_jax.models.Lora, as Lora(rank=16) is, or None"
@@ -282,9 +315,9 @@ class DecoderConfig:
         experts = self.experts and dataclasses.replace(self.experts, balance_weight=0.0, z_weight=0.0)
         defaults = {"dtype": "float32", "remat": False, "head_fp8_products": ("dgrad", "wgrad"), "experts": experts}
         without = ("recipe", "head_recipe", "offload", "attention", "max_segments_per_seq")
-        return dataclasses.replace(
-            self, **defaults, **dict.fromkeys(without), window=self.windows, activation=Activation.of(self.activation)
-        )
+        factors = dataclasses.replace(self.factors, scores=self.factors.scores or self.head_dim**-0.5)
+        defaults |= {"factors": factors, "window": self.windows, "activation": Activation.of(self.activation)}
+        return dataclasses.replace(self, **defaults, **dict.fromkeys(without))
 
     @property
     def num_parameters(self) -> int:

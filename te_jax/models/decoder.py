@@ -34,7 +34,7 @@ from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.sampling import check_tokens
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
-from te_jax.models.block import Balance, Block, rms_norm
+from te_jax.models.block import Balance, Block, final_norm
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.ops.linear.kernels import Requantize
@@ -393,7 +393,7 @@ def _run(
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> jax.Array:
             options: Any = {"causal": True, "window": window, "segment_ids": segment_ids}
             options["max_segments_per_seq"] = None if segment_ids is None else config.max_segments_per_seq
-            options["implementation"] = config.attention
+            options |= {"scale": config.factors.scores, "implementation": config.attention}
             if context_axis is not None:
                 if sinks is not None:
                     raise ValueError("config.attention_sinks is True, which devices that share a sequence do not take")
@@ -405,7 +405,7 @@ def _run(
 
     def ending(carried: tuple[jax.Array, Balance | None], last: Params) -> tuple[T, Balance | None]:
         x, balance = carried
-        x = rms_norm(last["final_norm"], config, implementation)(x, None)
+        x = final_norm(last["final_norm"], config, implementation)(x, None)
         return of_head(x, last["head"]), balance
 
     x = tensor_parallel.embed(params["embedding"], tokens, config, parallel)

@@ -15,7 +15,7 @@ from te_jax import ops, sharding
 from te_jax.layers import sampling
 from te_jax.layers.attention import Cache, attend_cached, rotary_tables
 from te_jax.models import tensor_parallel
-from te_jax.models.block import Block, rms_norm
+from te_jax.models.block import Block, final_norm
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.decoder import Implementation, head_of, requantize
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
@@ -214,7 +214,8 @@ def _run(
             cache: Cache = cache,
             window: int | None = window,
         ) -> Array:
-            options: Any = {"window": window, "sinks": sinks, "implementation": config.attention}
+            options: Any = {"window": window, "sinks": sinks, "scale": config.factors.scores}
+            options["implementation"] = config.attention
             query, key, value = query[:batch], key[:batch], value[:batch]
             mixed, after = attend_cached(query, key, value, cache, **options)
             filled.append(after if lengths is None else after._replace(filled=lengths))
@@ -222,6 +223,6 @@ def _run(
             return ops.attention(query, key, value, causal=True, **options) if time > 1 else padded(mixed)
 
         x, _ = Block(layer, None, config, None, implementation)(x, rotary, attend)
-    x = rms_norm(params["final_norm"], config, implementation)(_last(x[:batch], lengths), None)[:, 0]
+    x = final_norm(params["final_norm"], config, implementation)(_last(x[:batch], lengths), None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
     return x, sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled

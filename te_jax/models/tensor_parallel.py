@@ -77,7 +77,8 @@ def embed(embedding: Array, tokens: Array, config: DecoderConfig, parallel: Tens
 
     def of(tokens: Array) -> Array:
         x = sharding.take_rows(embedding, tokens).astype(config.dtype)
-        return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scaled_embedding else x
+        x = x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scaled_embedding else x
+        return scaled(x, config.factors.embedding)
 
     if parallel is None:
         return of(tokens)
@@ -91,6 +92,11 @@ def embed(embedding: Array, tokens: Array, config: DecoderConfig, parallel: Tens
         parts = x.reshape(*x.shape[:2], parallel.size, fsdp.size, -1)
         x = jnp.swapaxes(parts, 2, 3).reshape(x.shape)
     return x
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """x · factor, rounded once."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def tied_head(embedding: Array, parallel: TensorParallel | None) -> Array:

@@ -17,11 +17,12 @@ from parameters import in_turns
 from runs import defaults_of, plan_of, refused
 
 from te_jax.cli import _options, _placement, _plan, _report, _step
+from te_jax.cli._config import config_of
 from te_jax.cli._options import Options
 from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
-from te_jax.models import PRESETS
+from te_jax.models import PRESETS, Factors, Lora
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
 
@@ -283,6 +284,13 @@ def test_what_changes_the_numbers_of_a_run_cannot_change(name):
 def test_what_changes_no_more_than_rounding_may_change(name):
     value = options_of(f"{_options.flag(name)} {FREE[name]}", plan_of(preset="tiny").recorded_options()).values()[name]
     assert value == type(value)(FREE[name] or True)
+
+
+def test_the_model_of_a_header_is_read_as_it_was_written():
+    changes = {"factors": Factors(2.0, 0.5, None, 3.0), "lora": Lora(2)}
+    config = dataclasses.replace(PRESETS["tiny"], **changes)
+    header = json.loads(json.dumps({"model": dataclasses.asdict(config)}))
+    assert config_of(RUN, header) == config
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from te_jax.debug import comparison
 from te_jax.debug._functions import traced_with
 from te_jax.layers import Router, accumulate_gradients, apply_layers, dense_kernels, scan_layers
 from te_jax.layers.attention import rotary_tables
-from te_jax.models import DecoderConfig, Experts, Lora, TensorParallel, is_head, join_adapters, split_adapters
+from te_jax.models import DecoderConfig, Experts, Factors, Lora, TensorParallel, is_head, join_adapters, split_adapters
 from te_jax.models.block import Block
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.ops import Activation
@@ -49,6 +49,7 @@ CONFIG = DecoderConfig(
 VARIANTS = {
     **{"window": 70, "qk_norm": True, "activation": Activation("silu", alpha=1.7, offset=1.0)},
     **{"attention_biases": ("query", "out"), "zero_centered_norms": True, "scaled_embedding": True, "tied_head": True},
+    "factors": Factors(2.0, 0.5, 0.3, 3.0),
 }
 RECIPES = {
     "none": None,

@@ -10,7 +10,7 @@ import pytest
 
 from te_jax import models
 from te_jax.layers import Router
-from te_jax.models import PRESETS, DecoderConfig, Experts, RopeScaling, apply, init, loss
+from te_jax.models import PRESETS, DecoderConfig, Experts, Factors, RopeScaling, apply, init, loss
 from te_jax.ops import Activation
 from te_jax.testing import relative_error
 
@@ -47,6 +47,8 @@ def numpy_logits(params, tokens, config, routed=None):
     group = config.num_heads // config.num_kv_heads
     half = config.head_dim // 2
     frequencies, magnitude = numpy_frequencies(config)
+    factors = config.factors
+    of_scores = config.head_dim**-0.5 if factors.scores is None else factors.scores
 
     def norm(x, scale):
         scale = scale + 1 if config.zero_centered_norms else scale
@@ -64,7 +66,7 @@ def numpy_logits(params, tokens, config, routed=None):
     sequences = []
     for sequence in np.asarray(tokens):
         x = params["embedding"][sequence]
-        x = x * np.sqrt(config.hidden_size) if config.scaled_embedding else x
+        x = factors.embedding * (x * np.sqrt(config.hidden_size) if config.scaled_embedding else x)
         for layer, window in zip(params["layers"], config.windows, strict=True):
             h, heads = norm(x, layer["attention_norm"]), []
             for head in range(config.num_heads):
@@ -74,18 +76,18 @@ def numpy_logits(params, tokens, config, routed=None):
                 for t in range(len(x)):
                     seen = range(0 if window is None else max(t + 1 - window, 0), t + 1)
                     scores = np.array([rotate(query[t], t) @ rotate(key[s], s) for s in seen])
-                    weights = np.exp(scores / np.sqrt(config.head_dim))
+                    weights = np.exp(of_scores * scores)
                     beside = np.exp(layer["sinks"][head]) if config.attention_sinks else 0
                     mixed.append(weights @ value[seen] / (weights.sum() + beside))
                 heads.append(np.stack(mixed))
-            x = x + np.concatenate(heads, axis=-1) @ layer["out"] + layer.get("out_bias", 0)
+            x = x + factors.residual * (np.concatenate(heads, axis=-1) @ layer["out"] + layer.get("out_bias", 0))
             h = norm(x, layer["mlp_norm"])
             mlp = numpy_mlp if config.experts is None else numpy_experts
             if routed is not None:
                 routed.append(h @ layer["router"] + layer.get("router_bias", 0))
-            x = x + np.stack([mlp(token, layer, config) for token in h])
+            x = x + factors.residual * np.stack([mlp(token, layer, config) for token in h])
         head = params["embedding"].T if config.tied_head else params["head"]
-        sequences.append(norm(x, params["final_norm"]) @ head)
+        sequences.append(norm(x, params["final_norm"]) @ head / factors.logits_divisor)
     return np.stack(sequences)
 
 
@@ -168,7 +170,7 @@ EXPERTS = Experts(num_experts=4, router=Router(top_k=2), balance_weight=0.1, z_w
 ALL = {
     **{"window": (1, 3), "rope_scaling": SCALED["yarn"], "activation": CLIPPED, "attention_sinks": True},
     **{"attention_biases": ("query", "key", "value", "out"), "qk_norm": True, "zero_centered_norms": True},
-    **{"scaled_embedding": True, "tied_head": True},
+    **{"scaled_embedding": True, "tied_head": True, "factors": Factors(2.0, 0.5, 0.3, 3.0)},
 }
 # "all" and "experts" have every variant.
 VARIANTS = {
@@ -334,6 +336,7 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
         ({"window": (1, 2, 3)}, "window has 3 entries, and num_layers is 2"),
         ({"rope_scaling": 8.0}, "rope_scaling is 8.0: it needs to be a te_jax.models.RopeScaling"),
         ({"rope_scaling": RopeScaling("yarn", 2.0, 32), "rope_theta": 1.0}, "rope_theta is 1.0: with yarn"),
+        ({"factors": 2.0}, "factors is 2.0: it needs to be a te_jax.models.Factors"),
         ({"activation": "swish"}, "activation is 'swish'; it must be one of"),
         ({"attention_biases": ("gate",)}, r"attention_biases is \('gate',\): .* out of \('query'"),
         ({"attention_biases": "query"}, "attention_biases is 'query'"),

@@ -22,6 +22,7 @@ from te_jax.layers import Router
 from te_jax.models import (
     PRESETS,
     Experts,
+    Factors,
     FolderError,
     Lora,
     RopeScaling,
@@ -52,6 +53,8 @@ BLOCKS = BlockScaling().quantization("kernel")
 
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
+# And these name tensors, or describe themselves, in ways of their own.
+WRITTEN = (*FEW, "granite")
 
 load = functools.cache(lambda name: from_hf(HF / name))
 jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
@@ -97,7 +100,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite"])
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -352,7 +355,7 @@ def test_each_device_reads_its_own_part(require_devices, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_what_was_read_is_written_bit_for_bit(name, tmp_path):
     config, params = load(name)
     to_hf(tmp_path / "new", config, params, like=HF / name, dtype="bfloat16")
@@ -365,7 +368,7 @@ def test_what_was_read_is_written_bit_for_bit(name, tmp_path):
     assert fields == those_of_like
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_without_like_it_describes_itself(name, tmp_path):
     config, params = load(name)
     to_hf(tmp_path / "new", dataclasses.replace(config, remat=True, recipe=BlockScaling()), params)
@@ -539,6 +542,16 @@ HUB = {
         2_506_172_416,
         {"activation": "gelu", "tied_head": True, "zero_centered_norms": True, "scaled_embedding": True},
     ),
+    "granite-3.1-2b-instruct": (
+        _UNBIASED
+        | {"model_type": "granite", "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "mlp_bias": False}
+        | {"hidden_size": 2048, "intermediate_size": 8192, "logits_scaling": 8.0, "max_position_embeddings": 131072}
+        | {"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "residual_multiplier": 0.22}
+        | {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": True}
+        | {"vocab_size": 49155},
+        2_533_531_648,
+        {"factors": Factors(12.0, 0.22, 0.015625, 8.0), "head_dim": 64},
+    ),
     "gpt-oss-20b, dequantized": (
         _GPT_OSS,
         20_914_757_184,
@@ -650,6 +663,7 @@ def _yarn(**changes):
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts is 4: .* at least router.top_k, 5"),
         ("mixtral", {"router_aux_loss_coef": -1}, "balance_weight is -1"),
+        ("granite", {"residual_multiplier": 0}, "factors.residual is 0: it needs to be a finite number above 0"),
         ("gpt_oss", {"layer_types": None}, "layer_types is missing"),
         # These are configs that no tensors belong to.
         ("llama", {"num_hidden_layers": 10**9}, r"lacks 'model.layers.2.\S+', .*, which config.json asks for"),

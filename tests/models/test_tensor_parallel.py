@@ -19,6 +19,7 @@ from te_jax.models import (
     PRESETS,
     DecoderConfig,
     Experts,
+    Factors,
     RopeScaling,
     TensorParallel,
     apply,
@@ -46,7 +47,7 @@ ALL_VARIANTS = {
     **{"window": 5, "rope_scaling": RopeScaling("yarn", factor=4.0, original_length=8), "qk_norm": True},
     **{"activation": Activation("silu", alpha=1.7, limit=0.5, offset=1.0), "attention_sinks": True},
     **{"attention_biases": ("query", "key", "value", "out"), "zero_centered_norms": True, "scaled_embedding": True},
-    "tied_head": True,
+    **{"tied_head": True, "factors": Factors(2.0, 0.5, 0.3, 3.0)},
 }
 
 # Nearly all of the time goes into compiling.
@@ -127,7 +128,7 @@ MESHES = {
     "context, fsdp and tensor": (
         {"fsdp": 2, "context": 2, "tensor": 2},
         {"fsdp": SHARED, "transport": "ring"} | CONTEXT,
-        {"max_segments_per_seq": 4, "remat": True},
+        {"max_segments_per_seq": 4, "remat": True, "factors": Factors(scores=0.3)},
     ),
     "context of fsdp": (
         {"fsdp": 2, "tensor": 1},
