@@ -123,8 +123,10 @@ def config_of(path: Path, header: dict[str, Any]) -> DecoderConfig:
         fields: dict[str, Any] = {name: value for name, value in header["model"].items() if name in names}
         if (experts := fields.get("experts")) is not None:
             fields["experts"] = Experts(**{**experts, "router": Router(**experts["router"])})
-        if (scaling := fields.get("rope_scaling")) is not None:
+        if isinstance(scaling := fields.get("rope_scaling"), dict):
             fields["rope_scaling"] = RopeScaling(**scaling)
+        elif scaling is not None:
+            fields["rope_scaling"] = [each and RopeScaling(**each) for each in scaling]
         if (lora := fields.get("lora")) is not None:
             fields["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
         if (factors := fields.get("factors")) is not None:

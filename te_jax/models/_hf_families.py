@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors, Rope
 from te_jax.models.safetensors import FolderError, quoted, shown
 from te_jax.reference.activation import Activation
 
@@ -136,7 +136,7 @@ def read(given: dict[str, Any], path: object, ignore: Collection[str] | None = (
     fields.expect("is_causal", True, None)
     fields.expect("pruned_heads", {}, None)
     try:
-        found = _common(fields) | family.read(fields)
+        found = _common(fields) | family.rope(fields) | family.read(fields)
         fields.finish()
         return family, DecoderConfig(**found)
     except FolderError:
@@ -177,12 +177,10 @@ def describe(family: Family, config: DecoderConfig) -> dict[str, object]:
         "intermediate_size": config.mlp_size,
         "hidden_act": names.get(activation.kind, activation.kind),
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else _describe_scaling(config.rope_scaling),
+        **_describe_rope(config),
         "tie_word_embeddings": config.tied_head,
         # The decoder knows none, and without these transformers takes those of the class.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        **_describe_length(config.rope_scaling),
         **family.describe(config),
     }
 
@@ -194,7 +192,6 @@ def _common(fields: Fields) -> dict[str, Any]:
     names = _ACTIVATIONS | ({"gelu": "gelu"} if fields.look("model_type") == "gemma" else {})
     if act not in names:
         raise fields.error(f"hidden_act is {shown(act)}: te_jax.models knows {', '.join(names)}")
-    theta, scaling = _rope(fields)
     return {
         "vocab_size": fields.take("vocab_size", kind=int),
         "num_layers": fields.take("num_hidden_layers", kind=int),
@@ -205,13 +202,11 @@ def _common(fields: Fields) -> dict[str, Any]:
         "mlp_size": fields.take("intermediate_size", kind=int),
         "activation": names[act],
         "norm_eps": fields.take("rms_norm_eps", kind=(float, int), default=1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "tied_head": fields.take("tie_word_embeddings", kind=bool, default=False),
     }
 
 
-def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields) -> dict[str, Any]:
     """The base of rotary wavelengths and how they are stretched: of rope_parameters, or of older fields."""
     given = fields.take("rope_parameters", "rope_scaling", kind=dict, default={})
     own = Fields(given, f"{fields._path}, of rotary positions", fields._ignore)
@@ -234,11 +229,19 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     length = own.take("original_max_position_embeddings", kind=int, default=fields.look("max_position_embeddings"))
     own.finish()
     if kind == "default":
-        return theta, None
+        return {"rope_theta": theta}
     try:
-        return theta, RopeScaling(kind, original_length=None if kind == "linear" else length, **found)
+        scaling = RopeScaling(kind, original_length=None if kind == "linear" else length, **found)
+        return {"rope_theta": theta, "rope_scaling": scaling}
     except ValueError as error:
         raise own.error(str(error)) from error
+
+
+def _describe_rope(config: DecoderConfig) -> dict[str, object]:
+    """The rotary positions of the first block that has some; `family_of` finds out whether all have these."""
+    rope = next((rope for rope in config.ropes if rope is not None), Rope(10_000.0, None))
+    scaling = None if rope.scaling is None else _describe_scaling(rope.scaling)
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, **_describe_length(rope.scaling)}
 
 
 def _describe_scaling(scaling: RopeScaling) -> dict[str, object]:
@@ -364,6 +367,32 @@ def _describe_qwen(config: DecoderConfig) -> dict[str, object]:
 def _qwen3(fields: Fields) -> dict[str, Any]:
     used = fields.take("use_sliding_window", kind=bool, default=False)
     return _normalized(fields) | _windows(fields, used)
+
+
+def _smollm3(fields: Fields) -> dict[str, Any]:
+    used = fields.take("use_sliding_window", kind=bool, default=False)
+    if used and fields.look("layer_types") is None:
+        raise fields.error("layer_types is missing")
+    return _llama(fields) | _windows(fields, used)
+
+
+def _rope_of_smollm3(fields: Fields) -> dict[str, Any]:
+    rope, count = _rope(fields), fields.look("num_hidden_layers")
+    every = fields.take("no_rope_layer_interval", kind=int, default=4)
+    given = fields.take("no_rope_layers", kind=list, default=None)  # 0 for a block without
+    if given is None:
+        if every < 1 or count > _MOST_LAYERS:
+            raise fields.error(f"no_rope_layer_interval is {every} and num_hidden_layers {count}: give no_rope_layers")
+        given = [int((layer + 1) % every != 0) for layer in range(count)]
+    if not all(each in (0, 1) for each in given):
+        raise fields.error("no_rope_layers has others than 0 and 1")
+    theta = rope["rope_theta"]
+    return rope | {"rope_theta": theta if all(given) else tuple(theta if each else None for each in given)}
+
+
+def _describe_smollm3(config: DecoderConfig) -> dict[str, object]:
+    rotated = [int(rope is not None) for rope in config.ropes]
+    return _describe_qwen(config) | _describe_biases(config) | {"no_rope_layers": rotated}
 
 
 def _normalized(fields: Fields) -> dict[str, Any]:
@@ -509,6 +538,7 @@ class Family(NamedTuple):
       describe: the other way; a TypeError or AttributeError says that such a decoder is none of them.
       defaults: of fields that config.json may leave out, where they are not those of the other families.
       experts: the tensors of a block's experts.
+      rope: fields of rotary positions → arguments of a DecoderConfig.
     """
 
     model_type: str
@@ -517,6 +547,7 @@ class Family(NamedTuple):
     describe: Callable[[DecoderConfig], dict[str, object]]
     defaults: dict[str, Any] = {}  # noqa: RUF012, nobody writes to it
     experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
+    rope: Callable[[Fields], dict[str, Any]] = _rope
 
 
 _OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
@@ -535,6 +566,14 @@ FAMILIES = {
             _gemma,
             _describe_biases,
             {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            _smollm3,
+            _describe_smollm3,
+            {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+            rope=_rope_of_smollm3,
         ),
         Family("granite", "GraniteForCausalLM", _granite, _describe_granite),
         Family(

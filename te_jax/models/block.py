@@ -15,10 +15,10 @@ from jax import Array
 from te_jax import native, ops
 from te_jax._core.types import PyTree
 from te_jax.layers import linear, mixture, norm, transformer_block
-from te_jax.layers.attention import rotate, split_heads
+from te_jax.layers.attention import rotary_tables, rotate, split_heads
 from te_jax.layers.gated_mlp import gated_mlp
 from te_jax.layers.tensor_parallel import TensorAxis
-from te_jax.models.config import MLP, DecoderConfig
+from te_jax.models.config import MLP, DecoderConfig, Rope
 from te_jax.models.parallel import TensorParallel
 from te_jax.models.tensor_parallel import scaled
 from te_jax.quantized import Quantizable
@@ -52,14 +52,14 @@ class Block:
     def __call__(
         self,
         x: Array,
-        rotary: tuple[Array, Array],
+        rotary: tuple[Array, Array] | None,
         attend: Callable[[Array, Array, Array, Array | None], Array],
     ) -> tuple[Array, Balance | None]:
         """The residual stream after the block, and the balance of its experts.
 
         Args:
           x: the residual stream before it.
-          rotary: cos and sin, of `te_jax.layers.attention.rotary_tables`.
+          rotary: cos and sin, of `te_jax.layers.attention.rotary_tables`; None for no rotary positions.
           attend: attention of query, key and value [batch, time, heads, head_dim], with the scores of sinks [heads].
             It scales scores as `DecoderConfig.factors` says.
         """
@@ -69,7 +69,9 @@ class Block:
             query, key, value = self._heads(x)
             if config.qk_norm:
                 query, key = self._norm("query_norm")(query, None), self._norm("key_norm")(key, None)
-            mixed = attend(rotate(query, *rotary), rotate(key, *rotary), value, self.params.get("sinks"))
+            if rotary is not None:
+                query, key = rotate(query, *rotary), rotate(key, *rotary)
+            mixed = attend(query, key, value, self.params.get("sinks"))
             return scaled(self._to_stream(mixed.reshape(*mixed.shape[:2], -1), "out"), config.factors.residual)
 
         def mlp(x: Any) -> Array:
@@ -175,6 +177,14 @@ class Block:
             auxiliary += experts.z_weight * ops.router_z_loss(result.logits, token_axis=token_axes)
         counts = ops.expert_counts(chosen, experts.num_experts, token_axis=token_axes).astype(jnp.float32)
         return result.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
+
+
+def rotary_of(positions: Array, config: DecoderConfig) -> dict[Rope | None, tuple[Array, Array] | None]:
+    """cos and sin for the blocks that have such rotary positions."""
+    return {
+        rope: None if rope is None else rotary_tables(positions, config.head_dim, *rope)
+        for rope in dict.fromkeys(config.ropes)
+    }
 
 
 def final_norm(scale: Array, config: DecoderConfig, implementation: native.Implementation | None) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from te_jax._core.arguments import is_finite_number, is_whole_number, static_way_out
 from te_jax._core.types import PyTree
@@ -135,6 +135,13 @@ class Factors:
             object.__setattr__(self, name, float(value))
 
 
+class Rope(NamedTuple):
+    """Rotary positions of a block: the base of their wavelengths, and how these are stretched."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a decoder. Frozen and hashable, so that it can be a static argument of `jax.jit`.
@@ -147,8 +154,10 @@ class DecoderConfig:
       num_kv_heads: key and value heads K, each shared by H / K query heads.
       head_dim: width of one head; even, because rotary positions turn pairs.
       mlp_size: width F between the gated projections; with `experts`, of one expert.
-      rope_theta: base of the rotary wavelengths; position angles are t · rope_theta^(-2i / head_dim).
-      rope_scaling: how these are stretched for sequences longer than those of pre-training; None leaves them.
+      rope_theta: base of the rotary wavelengths; position angles are t · rope_theta^(-2i / head_dim). One number for
+        all blocks, or a tuple of one for each; None is a block without rotary positions.
+      rope_scaling: how these are stretched for sequences longer than those of pre-training; None leaves them. One for
+        all blocks, or a tuple of one for each.
       norm_eps: added to the mean square in RMSNorm.
       dtype: "float32" or "bfloat16": what activations and projections are computed in. Parameters are always float32;
         norms, rotations and the softmax of attention are computed in float32.
@@ -192,7 +201,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     mlp_size: int
-    rope_theta: float = 10_000.0
+    rope_theta: float | tuple[float | None, ...] = 10_000.0
     norm_eps: float = 1e-5
     dtype: str = "float32"
     remat: Remat = False
@@ -203,7 +212,7 @@ class DecoderConfig:
     experts: Experts | None = None
     attention: AttentionImplementation | None = None
     max_segments_per_seq: int | None = None
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | tuple[RopeScaling | None, ...] | None = None
     window: int | tuple[int | None, ...] | None = None
     activation: Activation | ActivationName = "silu"
     attention_biases: tuple[Literal["query", "key", "value", "out"], ...] = ()
@@ -228,11 +237,9 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: rotary positions turn pairs; choose an even number")
-        for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            if not is_finite_number(value) or value <= 0:
-                raise ValueError(f"{name} is {value!r}: it needs to be a finite number above 0")
-            object.__setattr__(self, name, float(value))  # arrays are not hashable
+        if not is_finite_number(self.norm_eps) or self.norm_eps <= 0:
+            raise ValueError(f"norm_eps is {self.norm_eps!r}: it needs to be a finite number above 0")
+        object.__setattr__(self, "norm_eps", float(self.norm_eps))  # arrays are not hashable
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(_DTYPES)}")
         for name in ("recipe", "head_recipe"):
@@ -267,17 +274,29 @@ class DecoderConfig:
 
     def _check_variants(self) -> None:
         """Checks what models of the family do differently."""
-        if not (self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)):
-            raise ValueError(f"rope_scaling is {self.rope_scaling!r}: it needs to be a te_jax.models.RopeScaling")
-        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
-            raise ValueError(f"rope_theta is {self.rope_theta}: with yarn it needs to be above 1")
-        window = self.window
-        if isinstance(window, tuple | list):
-            object.__setattr__(self, "window", window := tuple(window))
-            if len(window) != self.num_layers:
-                raise ValueError(
-                    f"window has {len(window)} entries, and num_layers is {self.num_layers}: give each one"
-                )
+        for name in ("rope_theta", "rope_scaling", "window"):
+            if isinstance(value := getattr(self, name), tuple | list):
+                object.__setattr__(self, name, tuple(value))
+                if len(value) != self.num_layers:
+                    raise ValueError(
+                        f"{name} has {len(value)} entries, and num_layers is {self.num_layers}: give each one"
+                    )
+        theta, scaling, window = self.rope_theta, self.rope_scaling, self.window
+        for each in (each for each in theta if each is not None) if isinstance(theta, tuple) else (theta,):
+            if not is_finite_number(each) or each <= 0:
+                raise ValueError(f"rope_theta is {theta!r}: it needs to be a finite number above 0")
+        floats = tuple(each and float(each) for each in theta) if isinstance(theta, tuple) else float(theta)
+        object.__setattr__(self, "rope_theta", floats)
+        for each in scaling if isinstance(scaling, tuple) else (scaling,):
+            if not (each is None or isinstance(each, RopeScaling)):
+                raise ValueError(f"rope_scaling is {scaling!r}: it needs to be a te_jax.models.RopeScaling")
+        if isinstance(theta, tuple) or isinstance(scaling, tuple):
+            ropes = self.ropes
+        else:  # num_layers may be any number
+            ropes = (Rope(float(theta), scaling),)
+        for rope in ropes:
+            if rope is not None and rope.scaling is not None and rope.scaling.kind == "yarn" and rope.theta <= 1:
+                raise ValueError(f"rope_theta is {rope.theta}: with yarn it needs to be above 1")
         for each in window if isinstance(window, tuple) else (window,):
             if each is not None and (not is_whole_number(each) or each < 1):
                 raise ValueError(f"window is {window!r}: it needs whole numbers of at least 1, or None")
@@ -316,6 +335,8 @@ class DecoderConfig:
         defaults = {"dtype": "float32", "remat": False, "head_fp8_products": ("dgrad", "wgrad"), "experts": experts}
         without = ("recipe", "head_recipe", "offload", "attention", "max_segments_per_seq")
         factors = dataclasses.replace(self.factors, scores=self.factors.scores or self.head_dim**-0.5)
+        defaults |= {"rope_theta": tuple(rope and rope.theta for rope in self.ropes)}
+        defaults |= {"rope_scaling": tuple(rope and rope.scaling for rope in self.ropes)}
         defaults |= {"factors": factors, "window": self.windows, "activation": Activation.of(self.activation)}
         return dataclasses.replace(self, **defaults, **dict.fromkeys(without))
 
@@ -373,7 +394,16 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each block."""
-        return self.window if isinstance(self.window, tuple) else (self.window,) * self.num_layers
+        return self._of_blocks(self.window)
+
+    @property
+    def ropes(self) -> "tuple[Rope | None, ...]":
+        """The rotary positions of each block, None where it has none."""
+        both = zip(self._of_blocks(self.rope_theta), self._of_blocks(self.rope_scaling), strict=True)
+        return tuple(None if theta is None else Rope(theta, scaling) for theta, scaling in both)
+
+    def _of_blocks(self, value: Any) -> tuple[Any, ...]:
+        return value if isinstance(value, tuple) else (value,) * self.num_layers
 
     def _parameters(self, experts: int) -> int:
         """With so many experts in a block."""

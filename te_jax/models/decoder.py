@@ -29,13 +29,12 @@ from jax.sharding import PartitionSpec
 from te_jax import native, ops
 from te_jax._core.types import PyTree, T
 from te_jax.layers import linear
-from te_jax.layers.attention import rotary_tables
 from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.sampling import check_tokens
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
-from te_jax.models.block import Balance, Block, final_norm
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
+from te_jax.models.block import Balance, Block, final_norm, rotary_of
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, Rope, kernel_facts
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.ops.linear.kernels import Requantize
 from te_jax.parallel import FSDP, ring_attention
@@ -382,10 +381,13 @@ def _run(
     context_axis = None if parallel is None else parallel.context_axis
     time = tokens.shape[1]
     positions = jnp.arange(time) if context_axis is None else positions_here(context_axis, time)
-    rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    rotary = rotary_of(positions, config)
 
     def block(
-        window: int | None, carried: tuple[jax.Array, Balance | None], layer_and_state: tuple[PyTree, PyTree]
+        window: int | None,
+        rope: Rope | None,
+        carried: tuple[jax.Array, Balance | None],
+        layer_and_state: tuple[PyTree, PyTree],
     ) -> tuple[jax.Array, Balance | None]:
         x, balance = carried
         layer, state = layer_and_state
@@ -400,7 +402,7 @@ def _run(
                 return ring_attention(query, key, value, axis_name=context_axis, **options)
             return ops.attention(query, key, value, sinks=sinks, **options)
 
-        x, own = Block(layer, state, config, parallel, implementation)(x, rotary, attend)
+        x, own = Block(layer, state, config, parallel, implementation)(x, rotary[rope], attend)
         return x, _together(balance, own)
 
     def ending(carried: tuple[jax.Array, Balance | None], last: Params) -> tuple[T, Balance | None]:
@@ -414,11 +416,12 @@ def _run(
     balance = None if config.experts is None else Balance(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
     last = {"final_norm": params["final_norm"], "head": head_of(params, config, parallel)}
     shared = parallel is not None and parallel.fsdp is not None
-    of_window: dict[int | None, Callable[..., Any]] = {}
-    for window in dict.fromkeys(config.windows):
-        run = functools.partial(block, window)
-        of_window[window] = rematerialized(run, config.remat) if shared and config.remat else run
-    blocks = [of_window[window] for window in config.windows]
+    of_kind: dict[tuple[int | None, Rope | None], Callable[..., Any]] = {}
+    kinds = list(zip(config.windows, config.ropes, strict=True))
+    for kind in dict.fromkeys(kinds):
+        run = functools.partial(block, *kind)
+        of_kind[kind] = rematerialized(run, config.remat) if shared and config.remat else run
+    blocks = [of_kind[kind] for kind in kinds]
     if parallel is None or parallel.fsdp is None:
         return ending(apply_layers(blocks, layers, (x, balance), remat=config.remat, offload=config.offload), last)
     # The head is gathered beside the last block, and its gradient travels beside the first one of the backward pass.

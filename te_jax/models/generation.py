@@ -13,9 +13,9 @@ from jax import Array, lax
 
 from te_jax import ops, sharding
 from te_jax.layers import sampling
-from te_jax.layers.attention import Cache, attend_cached, rotary_tables
+from te_jax.layers.attention import Cache, attend_cached
 from te_jax.models import tensor_parallel
-from te_jax.models.block import Block, final_norm
+from te_jax.models.block import Block, final_norm, rotary_of
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.decoder import Implementation, head_of, requantize
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
@@ -202,9 +202,9 @@ def _run(
 
     positions = caches[0].positions(time)
     positions = positions if positions.ndim == 1 else padded(positions)
-    rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    rotary = rotary_of(positions, config)
     x = tensor_parallel.embed(params["embedding"], padded(tokens), config, None)
-    for layer, cache, window in zip(params["layers"], caches, config.windows, strict=True):
+    for layer, cache, window, rope in zip(params["layers"], caches, config.windows, config.ropes, strict=True):
 
         def attend(
             query: Array,
@@ -222,7 +222,7 @@ def _run(
             # Without a mask for those that are not there yet, which cuDNN would have to read.
             return ops.attention(query, key, value, causal=True, **options) if time > 1 else padded(mixed)
 
-        x, _ = Block(layer, None, config, None, implementation)(x, rotary, attend)
+        x, _ = Block(layer, None, config, None, implementation)(x, rotary[rope], attend)
     x = final_norm(params["final_norm"], config, implementation)(_last(x[:batch], lengths), None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
     return x, sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled

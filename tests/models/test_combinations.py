@@ -49,6 +49,7 @@ CONFIG = DecoderConfig(
 VARIANTS = {
     **{"window": 70, "qk_norm": True, "activation": Activation("silu", alpha=1.7, offset=1.0)},
     **{"attention_biases": ("query", "out"), "zero_centered_norms": True, "scaled_embedding": True, "tied_head": True},
+    "rope_theta": (500.0, None),
     "factors": Factors(2.0, 0.5, 0.3, 3.0),
 }
 RECIPES = {
@@ -216,7 +217,7 @@ def loss_of_layers(row, config, mesh, parallel):
 
         def tables():
             positions = jnp.arange(time) if context is None else positions_here(context, time)
-            return rotary_tables(positions, config.head_dim, config.rope_theta)
+            return rotary_tables(positions, config.head_dim, CONFIG.ropes[0].theta)
 
         closed_over = tables() if row["axes"] == "auto" else None
 

@@ -54,7 +54,7 @@ BLOCKS = BlockScaling().quantization("kernel")
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 # And these name tensors, or describe themselves, in ways of their own.
-WRITTEN = (*FEW, "granite")
+WRITTEN = (*FEW, "granite", "smollm3")
 
 load = functools.cache(lambda name: from_hf(HF / name))
 jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
@@ -100,7 +100,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3"])
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -466,7 +466,7 @@ def test_parameters_that_are_refused(make, options, words, tmp_path):
         ("llama", {"activation": "relu"}, None, "none of llama, mistral, .*, gpt_oss has such models"),
         ("llama", {"activation": "relu"}, "llama", "leave like out"),
         ("llama", {"attention_biases": ("out",)}, None, "none of llama"),
-        ("mistral", {"window": (5, None)}, None, "none of llama"),
+        ("mistral", {"window": (5, 6)}, None, "none of llama"),
         ("gpt_oss", {"window": (5, 6)}, None, "none of llama"),
         ("qwen3_moe", {"experts": Experts(4, Router(2, score="sigmoid"))}, None, "none of llama"),
     ],
@@ -542,6 +542,17 @@ HUB = {
         2_506_172_416,
         {"activation": "gelu", "tied_head": True, "zero_centered_norms": True, "scaled_embedding": True},
     ),
+    "SmolLM3-3B": (
+        _UNBIASED
+        | {"model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "mlp_bias": False}
+        | {"layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536, "max_window_layers": 28}
+        | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16}
+        | {"num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-6}
+        | {"rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False}
+        | {"vocab_size": 128256},
+        3_075_098_624,
+        {"rope_theta": (5e6, 5e6, 5e6, None) * 9, "tied_head": True},
+    ),
     "granite-3.1-2b-instruct": (
         _UNBIASED
         | {"model_type": "granite", "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "mlp_bias": False}
@@ -591,6 +602,8 @@ def test_llama_3_8b_is_a_preset(tmp_path):
         ("qwen2", {}, ["layer_types", "max_window_layers"], {"window": None}),
         ("qwen2", {"use_sliding_window": False}, ["layer_types"], {"window": None}),
         ("qwen3", {"use_sliding_window": True, "layer_types": None}, ["sliding_window"], {"window": None}),
+        ("smollm3", {"no_rope_layer_interval": 3}, ["no_rope_layers"], {"rope_theta": (2e6, 2e6, None)}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1], "rope_parameters": {}}, [], {"rope_theta": 2e6}),
         ("gpt_oss", {}, ["rope_parameters"], {"rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False)}),
         ("gpt_oss", {"rope_parameters": {}}, ["sliding_window"], {"rope_theta": 150000.0, "window": (128, None)}),
         ("llama", {"head_dim": None, "num_key_value_heads": None}, [], {"head_dim": 8, "num_kv_heads": 4}),
@@ -663,6 +676,10 @@ def _yarn(**changes):
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts is 4: .* at least router.top_k, 5"),
         ("mixtral", {"router_aux_loss_coef": -1}, "balance_weight is -1"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "rope_theta has 2 entries, and num_layers is 3"),
+        ("smollm3", {"no_rope_layers": [1, 0, "x"]}, "no_rope_layers has others than 0 and 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("smollm3", {"layer_types": None}, "layer_types is missing"),
         ("granite", {"residual_multiplier": 0}, "factors.residual is 0: it needs to be a finite number above 0"),
         ("gpt_oss", {"layer_types": None}, "layer_types is missing"),
         # These are configs that no tensors belong to.

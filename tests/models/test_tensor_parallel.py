@@ -121,7 +121,7 @@ MESHES = {
     "replicas of fsdp": (
         {"replica": 2, "fsdp": 2, "tensor": 1},
         {"fsdp": dataclasses.replace(SHARED, keep=1, replica_axis="replica")},
-        {"num_layers": 2} | OFFLOADED,
+        {"num_layers": 2, "rope_theta": (10_000.0, None)} | OFFLOADED,
     ),
     # A tied embedding is one parameter with two gradients, which devices of fsdp have parts of in another order.
     "fsdp and tensor": ({"fsdp": 2, "tensor": 4}, {"fsdp": SHARED}, ALL_VARIANTS | {"remat": True}),

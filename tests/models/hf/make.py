@@ -23,6 +23,7 @@ SHAPE: Any = {
     **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"intermediate_size": 48, "head_dim": 16, "initializer_range": 0.3, "max_position_embeddings": 64},
 }
+NO_TOKENS: Any = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # classes have larger ones
 EXPERTS: Any = SHAPE | {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"rope_theta": 1e3, "original_max_position_embeddings": 32}
@@ -51,6 +52,13 @@ CONFIGS = {
         attention_multiplier=0.2,
         logits_scaling=3.0,
         tie_word_embeddings=True,
+    ),
+    "smollm3": hf.SmolLM3Config(
+        **SHAPE | {"head_dim": 8, "num_hidden_layers": 3},
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=5,
+        **NO_TOKENS,
     ),
     "mixtral": hf.MixtralConfig(**EXPERTS),
     "qwen3_moe": hf.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=16, norm_topk_prob=True),
