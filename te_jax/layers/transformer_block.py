@@ -37,18 +37,21 @@ class Recipes(NamedTuple):
 
 def apply(
     x: jax.typing.ArrayLike,
-    attention_norm: Callable[..., Any],
+    attention_norm: Callable[..., Any] | None,
     attention: Callable[[Quantizable], Array],
-    mlp_norm: Callable[..., Any],
+    mlp_norm: Callable[..., Any] | None,
     mlp: Callable[[Quantizable], Array],
     recipes: Recipes,
     tensor: TensorAxis | None,
 ) -> Array:
-    """s + mlp(mlp_norm(s)) with s = x + attention(attention_norm(x)), like x."""
+    """s + mlp(mlp_norm(s)) with s = x + attention(attention_norm(x)), like x; None is no norm."""
     stream = jnp.asarray(x)
     layout = sharding.Layout.of(stream)
     normed, _ = norm.before(attention_norm, stream, None, recipes.attention, tensor)
     y = layout.apply(attention(normed))
-    normed, total = norm.before(mlp_norm, y, stream, recipes.mlp, tensor)
+    if mlp_norm is None:
+        normed = total = stream + y
+    else:
+        normed, total = norm.before(mlp_norm, y, stream, recipes.mlp, tensor)
     assert total is not None
     return layout.apply(total) + layout.apply(mlp(normed))

@@ -349,6 +349,10 @@ def _describe_granite(config: DecoderConfig) -> dict[str, object]:
     return _describe_biases(config) | found
 
 
+def _olmo2(fields: Fields) -> dict[str, Any]:
+    return _llama(fields) | {"norms": "after", "qk_norm": "projection"}
+
+
 def _describe_biases(config: DecoderConfig) -> dict[str, object]:
     return {"attention_bias": bool(config.attention_biases)}
 
@@ -470,6 +474,8 @@ def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
             if config.experts is not None and name.removesuffix("_bias") in (*MLP, "router"):
                 continue
             place, suffix = module(layer, name.removesuffix("_bias")), ".bias" if name.endswith("_bias") else ".weight"
+            if name == "mlp_norm" and config.norms == "both":
+                place = f"{prefix}pre_feedforward_layernorm"
             form = "transposed" if name in config.kernel_shapes else "plain"
             yield Tensor(place if name == "sinks" else place + suffix, (("layers", layer, name),), form)
         if config.experts is not None:
@@ -487,6 +493,8 @@ def module(layer: int, name: str) -> str:
 _PLACES = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
@@ -575,6 +583,7 @@ FAMILIES = {
             {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
             rope=_rope_of_smollm3,
         ),
+        Family("olmo2", "Olmo2ForCausalLM", _olmo2, _describe_biases, {"rms_norm_eps": 1e-5}),
         Family("granite", "GraniteForCausalLM", _granite, _describe_granite),
         Family(
             "mixtral",

@@ -68,23 +68,25 @@ class Block:
         def attention(x: Quantizable) -> Array:
             query, key, value = self._heads(x)
             if config.qk_norm:
-                query, key = self._norm("query_norm")(query, None), self._norm("key_norm")(key, None)
+                query, key = self._normalized("query_norm", query), self._normalized("key_norm", key)
             if rotary is not None:
                 query, key = rotate(query, *rotary), rotate(key, *rotary)
             mixed = attend(query, key, value, self.params.get("sinks"))
-            return scaled(self._to_stream(mixed.reshape(*mixed.shape[:2], -1), "out"), config.factors.residual)
+            return self._branch("attention", self._to_stream(mixed.reshape(*mixed.shape[:2], -1), "out"))
 
         def mlp(x: Any) -> Array:
             nonlocal balance
             y, balance = (self._dense_mlp(x), None) if config.experts is None else self._mixture(x)
-            return scaled(y, config.factors.residual)
+            return self._branch("mlp", y)
 
         # Adapters and routers read values.
         recipes = transformer_block.Recipes(
             None if self._is_adapted(*_QKV) else config.recipe,
             None if self._is_adapted(*MLP[:2]) or config.experts is not None else config.recipe,
         )
-        of_attention, of_mlp = self._norm("attention_norm"), self._norm("mlp_norm")
+        of_attention = of_mlp = None
+        if config.norms != "after":
+            of_attention, of_mlp = self._norm("attention_norm"), self._norm("mlp_norm")
         x = transformer_block.apply(x, of_attention, attention, of_mlp, mlp, recipes, self._tensor)
         return x, balance
 
@@ -99,6 +101,17 @@ class Block:
 
     def _norm(self, name: str) -> Callable[..., Any]:
         return rms_norm(self.params[name], self.config, self.implementation)
+
+    def _normalized(self, name: str, x: Array) -> Array:
+        """Query or key [batch, time, heads, head_dim], normalized."""
+        if self.config.qk_norm == "projection":
+            return self._norm(name)(x.reshape(*x.shape[:2], -1), None).reshape(x.shape)
+        return self._norm(name)(x, None)
+
+    def _branch(self, name: str, y: Array) -> Array:
+        """What attention or MLP add to the residual stream, from their result."""
+        y = y if self.config.norms == "before" else self._norm(f"{name}_post_norm")(y, None)
+        return scaled(y, self.config.factors.residual)
 
     def _layer(self, name: str) -> linear.Layer:
         state = None if self.scaling_state is None else self.scaling_state[name]

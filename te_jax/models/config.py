@@ -182,7 +182,10 @@ class DecoderConfig:
       activation: of the gated MLP, or of the experts: see `te_jax.ops.gated_mlp`.
       attention_biases: which of "query", "key", "value" and "out" add a bias.
       attention_sinks: whether softmax has a learned score more in each head, without a value.
-      qk_norm: whether query and key are normalized by RMSNorm, each head by itself, before they are rotated.
+      qk_norm: whether query and key are normalized by RMSNorm before they are rotated: True is each head by itself,
+        "projection" all heads together.
+      norms: where RMSNorm is: "before" attention and MLP, "after" them, on what they add to the residual stream, or
+        "both".
       zero_centered_norms: whether norms multiply by 1 + scale, as Gemma's do.
       scaled_embedding: whether the embedding is multiplied by √hidden_size, rounded to `dtype`, as Gemma's is.
       factors: constants of embedding, residual stream, scores and logits.
@@ -217,7 +220,8 @@ class DecoderConfig:
     activation: Activation | ActivationName = "silu"
     attention_biases: tuple[Literal["query", "key", "value", "out"], ...] = ()
     attention_sinks: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["projection"] = False
+    norms: Literal["before", "after", "both"] = "before"
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
     factors: Factors = Factors()
@@ -290,17 +294,19 @@ class DecoderConfig:
         for each in scaling if isinstance(scaling, tuple) else (scaling,):
             if not (each is None or isinstance(each, RopeScaling)):
                 raise ValueError(f"rope_scaling is {scaling!r}: it needs to be a te_jax.models.RopeScaling")
-        if isinstance(theta, tuple) or isinstance(scaling, tuple):
-            ropes = self.ropes
-        else:  # num_layers may be any number
-            ropes = (Rope(float(theta), scaling),)
-        for rope in ropes:
+        # Where all blocks have the same, num_layers may be any number.
+        alike = None if isinstance(theta, tuple) or isinstance(scaling, tuple) else Rope(float(theta), scaling)
+        for rope in self.ropes if alike is None else (alike,):
             if rope is not None and rope.scaling is not None and rope.scaling.kind == "yarn" and rope.theta <= 1:
                 raise ValueError(f"rope_theta is {rope.theta}: with yarn it needs to be above 1")
         for each in window if isinstance(window, tuple) else (window,):
             if each is not None and (not is_whole_number(each) or each < 1):
                 raise ValueError(f"window is {window!r}: it needs whole numbers of at least 1, or None")
-        flags = ("attention_sinks", "qk_norm", "zero_centered_norms", "scaled_embedding", "tied_head")
+        if self.qk_norm != "projection" and not isinstance(self.qk_norm, bool):
+            raise ValueError(f"qk_norm is {self.qk_norm!r}: it needs to be True, False or 'projection'")
+        if self.norms not in ("before", "after", "both"):
+            raise ValueError(f"norms is {self.norms!r}: choose 'before', 'after' or 'both'")
+        flags = ("attention_sinks", "zero_centered_norms", "scaled_embedding", "tied_head")
         for name, value in ((name, getattr(self, name)) for name in flags):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}: it needs to be True or False")
@@ -369,10 +375,13 @@ class DecoderConfig:
     @property
     def other_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a block's other parameters: scales of norms, biases, sinks and adapters."""
-        d, heads = self.hidden_size, self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"attention_norm": (d,), "mlp_norm": (d,)}
+        d, whole = self.hidden_size, self.qk_norm == "projection"
+        before = () if self.norms == "after" else ("attention_norm", "mlp_norm")
+        after = () if self.norms == "before" else ("attention_post_norm", "mlp_post_norm")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*before, *after), (d,))
         if self.qk_norm:
-            shapes |= {"query_norm": (heads,), "key_norm": (heads,)}
+            of_heads = {name: self.kernel_shapes[name][1:] if whole else (self.head_dim,) for name in ("query", "key")}
+            shapes |= {f"{name}_norm": shape for name, shape in of_heads.items()}
         shapes |= {f"{name}_bias": self.kernel_shapes[name][1:] for name in self.attention_biases}
         if self.attention_sinks:
             shapes["sinks"] = (self.num_heads,)

@@ -81,7 +81,8 @@ def init(config: DecoderConfig, key: jax.Array) -> Params:
       `embedding` [V, D], `final_norm` [D], `head` [D, V] and `layers`, a list of L dicts of `attention_norm` and
       `mlp_norm` [D], `query` [D, H·head_dim], `key` and `value` [D, K·head_dim], `out` [H·head_dim, D], `gate` and
       `up` [D, F], `down` [F, D]. With E experts these three are [E, D, F] and [E, F, D], and `router` is [D, E].
-      What else there is, `config.other_shapes` tells: `query_norm` and `key_norm` [head_dim], `query_bias` and others
+      What else there is, `config.other_shapes` tells: `query_norm` and `key_norm` [head_dim] or [N],
+      `attention_post_norm` and `mlp_post_norm` [D] with the other two or in their place, `query_bias` and others
       [N], `sinks` [H], and biases of experts [E, N]. A tied head is no parameter.
     """
     DecoderConfig.check(config)

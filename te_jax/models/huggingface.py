@@ -55,7 +55,7 @@ _BESIDE = (
 def config_from_hf(folder: str | Path, *, ignore: Collection[str] = (), **changes: Any) -> DecoderConfig:
     """The shape of a model of Hugging Face.
 
-    Llama, Mistral, Qwen 2 and 3, Gemma (the first), SmolLM 3, Granite, Mixtral, Qwen 3 MoE and gpt-oss, by the
+    Llama, Mistral, Qwen 2 and 3, Gemma (the first), SmolLM 3, OLMo 2, Granite, Mixtral, Qwen 3 MoE and gpt-oss, by the
     model_type of config.json.
     A field that the decoder does not know is an error, since it may change the model, unless it is null or false.
 

@@ -125,12 +125,17 @@ class TensorParallel:
           config: its shape.
 
         Raises:
-          ValueError: a size does not divide; the message names sizes that fit. Or the recipe, or adapters, are none
-            that `size` devices share.
+          ValueError: a size does not divide; the message names sizes that fit. Or the recipe, adapters or qk_norm
+            are none that `size` devices share.
         """
         DecoderConfig.check(config)
         if config.lora is not None and self.size > 1:
             raise ValueError(f"parallel.size is {self.size}: adapters (config.lora) are not split; use 1, and fsdp")
+        if config.qk_norm == "projection" and self.size > 1:
+            raise ValueError(
+                f"parallel.size is {self.size}: config.qk_norm is 'projection', a norm over heads that devices split; "
+                "use 1, and fsdp"
+            )
         recipes = () if config.recipe is None else recipes_of(config.recipe)
         if self.size > 1 and not all(facts_of_recipe(recipe).native for recipe in recipes):
             raise ValueError(

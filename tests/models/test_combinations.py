@@ -49,7 +49,7 @@ CONFIG = DecoderConfig(
 VARIANTS = {
     **{"window": 70, "qk_norm": True, "activation": Activation("silu", alpha=1.7, offset=1.0)},
     **{"attention_biases": ("query", "out"), "zero_centered_norms": True, "scaled_embedding": True, "tied_head": True},
-    "rope_theta": (500.0, None),
+    **{"rope_theta": (500.0, None), "norms": "both"},
     "factors": Factors(2.0, 0.5, 0.3, 3.0),
 }
 RECIPES = {

@@ -60,15 +60,19 @@ def numpy_logits(params, tokens, config, routed=None):
 
     def head_of(x, layer, name, head):
         columns = slice(head * config.head_dim, (head + 1) * config.head_dim)
-        y = x @ layer[name][:, columns] + layer.get(f"{name}_bias", np.zeros(10**3))[columns]
-        return norm(y, layer[f"{name}_norm"]) if config.qk_norm and name != "value" else y
+        y = x @ layer[name] + layer.get(f"{name}_bias", 0)
+        if config.qk_norm and name != "value":
+            if config.qk_norm == "projection":
+                return norm(y, layer[f"{name}_norm"])[:, columns]
+            return norm(y[:, columns], layer[f"{name}_norm"])
+        return y[:, columns]
 
     sequences = []
     for sequence in np.asarray(tokens):
         x = params["embedding"][sequence]
         x = factors.embedding * (x * np.sqrt(config.hidden_size) if config.scaled_embedding else x)
         for layer, window in zip(params["layers"], config.windows, strict=True):
-            h, heads = norm(x, layer["attention_norm"]), []
+            h, heads = x if config.norms == "after" else norm(x, layer["attention_norm"]), []
             for head in range(config.num_heads):
                 query = head_of(h, layer, "query", head)
                 key, value = (head_of(h, layer, name, head // group) for name in ("key", "value"))
@@ -80,12 +84,14 @@ def numpy_logits(params, tokens, config, routed=None):
                     beside = np.exp(layer["sinks"][head]) if config.attention_sinks else 0
                     mixed.append(weights @ value[seen] / (weights.sum() + beside))
                 heads.append(np.stack(mixed))
-            x = x + factors.residual * (np.concatenate(heads, axis=-1) @ layer["out"] + layer.get("out_bias", 0))
-            h = norm(x, layer["mlp_norm"])
+            y = np.concatenate(heads, axis=-1) @ layer["out"] + layer.get("out_bias", 0)
+            x = x + factors.residual * (y if config.norms == "before" else norm(y, layer["attention_post_norm"]))
+            h = x if config.norms == "after" else norm(x, layer["mlp_norm"])
             mlp = numpy_mlp if config.experts is None else numpy_experts
             if routed is not None:
                 routed.append(h @ layer["router"] + layer.get("router_bias", 0))
-            x = x + factors.residual * np.stack([mlp(token, layer, config) for token in h])
+            y = np.stack([mlp(token, layer, config) for token in h])
+            x = x + factors.residual * (y if config.norms == "before" else norm(y, layer["mlp_post_norm"]))
         head = params["embedding"].T if config.tied_head else params["head"]
         sequences.append(norm(x, params["final_norm"]) @ head / factors.logits_divisor)
     return np.stack(sequences)
@@ -171,13 +177,17 @@ ALL = {
     **{"window": (1, 3), "rope_scaling": SCALED["yarn"], "activation": CLIPPED, "attention_sinks": True},
     **{"attention_biases": ("query", "key", "value", "out"), "qk_norm": True, "zero_centered_norms": True},
     **{"scaled_embedding": True, "tied_head": True, "factors": Factors(2.0, 0.5, 0.3, 3.0)},
+    "norms": "both",
 }
 # "all" and "experts" have every variant.
 VARIANTS = {
     "all": ALL,
     "experts": {"experts": EXPERTS, "activation": CLIPPED},
     "experts, not normalized": {"experts": dataclasses.replace(EXPERTS, router=Router(top_k=2, normalize=False))},
-    "one key head": {"num_kv_heads": 1, "activation": "gelu", "rope_scaling": SCALED["linear"]},
+    "one key head": {
+        **{"num_kv_heads": 1, "activation": "gelu", "rope_scaling": SCALED["linear"]},
+        **{"norms": "after", "qk_norm": "projection"},
+    },
     "all key heads": {"num_kv_heads": 6, "rope_scaling": SCALED["llama3"]},
     **{name: {"rope_scaling": SCALED[name]} for name in SCALED if name.startswith("yarn,")},
 }
@@ -343,6 +353,8 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
         ({"activation": "swish"}, "activation is 'swish'; it must be one of"),
         ({"attention_biases": ("gate",)}, r"attention_biases is \('gate',\): .* out of \('query'"),
         ({"attention_biases": "query"}, "attention_biases is 'query'"),
+        ({"qk_norm": 1}, "qk_norm is 1: it needs to be True, False or 'projection'"),
+        ({"norms": None}, "norms is None: choose 'before', 'after' or 'both'"),
         ({"attention_sinks": 1}, "attention_sinks is 1: it needs to be True or False"),
         ({"tied_head": "False"}, "tied_head is 'False': it needs to be True or False"),
     ],

@@ -54,7 +54,7 @@ BLOCKS = BlockScaling().quantization("kernel")
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 # And these name tensors, or describe themselves, in ways of their own.
-WRITTEN = (*FEW, "granite", "smollm3")
+WRITTEN = (*FEW, "granite", "smollm3", "olmo2")
 
 load = functools.cache(lambda name: from_hf(HF / name))
 jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
@@ -100,7 +100,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2"])
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -303,7 +303,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "precision"), in_turns(FEW, [*PRECISIONS]))
+@pytest.mark.parametrize(("name", "precision"), in_turns((*FEW, "olmo2"), [*PRECISIONS]))
 def test_logits_in_less_than_float32(name, precision):
     changes, (least, most) = PRECISIONS[precision]
     config, params = load(name)
@@ -562,6 +562,14 @@ HUB = {
         | {"vocab_size": 49155},
         2_533_531_648,
         {"factors": Factors(12.0, 0.22, 0.015625, 8.0), "head_dim": 64},
+    ),
+    "OLMo-2-1124-7B": (
+        _UNBIASED
+        | {"model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096}
+        | {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6}
+        | {"rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352},
+        7_298_617_344,
+        {"norms": "after", "qk_norm": "projection", "attention_biases": ()},
     ),
     "gpt-oss-20b, dequantized": (
         _GPT_OSS,

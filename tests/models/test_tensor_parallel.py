@@ -47,7 +47,7 @@ ALL_VARIANTS = {
     **{"window": 5, "rope_scaling": RopeScaling("yarn", factor=4.0, original_length=8), "qk_norm": True},
     **{"activation": Activation("silu", alpha=1.7, limit=0.5, offset=1.0), "attention_sinks": True},
     **{"attention_biases": ("query", "key", "value", "out"), "zero_centered_norms": True, "scaled_embedding": True},
-    **{"tied_head": True, "factors": Factors(2.0, 0.5, 0.3, 3.0)},
+    **{"tied_head": True, "norms": "both", "factors": Factors(2.0, 0.5, 0.3, 3.0)},
 }
 
 # Nearly all of the time goes into compiling.
@@ -128,12 +128,12 @@ MESHES = {
     "context, fsdp and tensor": (
         {"fsdp": 2, "context": 2, "tensor": 2},
         {"fsdp": SHARED, "transport": "ring"} | CONTEXT,
-        {"max_segments_per_seq": 4, "remat": True, "factors": Factors(scores=0.3)},
+        {"max_segments_per_seq": 4, "remat": True, "norms": "after", "factors": Factors(scores=0.3)},
     ),
     "context of fsdp": (
         {"fsdp": 2, "tensor": 1},
         {"fsdp": SHARED, "context_axis": "fsdp"},
-        {"max_segments_per_seq": 4},
+        {"max_segments_per_seq": 4, "norms": "after", "qk_norm": "projection"},
     ),
     "experts of fsdp": (
         {"fsdp": 2, "tensor": 2},
@@ -411,6 +411,7 @@ def test_what_is_no_split(options, words):
 @pytest.mark.parametrize(
     ("change", "size", "words"),
     [
+        ({"qk_norm": "projection"}, 2, "parallel.size is 2: config.qk_norm is 'projection', .*; use 1, and fsdp"),
         ({}, 5, "parallel.size is 5: num_heads is 12, which 5 does not divide; sizes that fit this decoder: 1, 2, 4$"),
         ({"mlp_size": 48}, 5, "num_heads is 12, .*: 1, 2, 3, 4, 6, 12$"),
         ({"hidden_size": 25}, 2, "hidden_size is 25, which 2 does not divide; .*: 1$"),
