@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -131,6 +132,11 @@ def read(given: dict[str, Any], path: object, ignore: Collection[str] | None = (
             " and dynamic activation_scheme, and of gpt_oss mxfp4: load the model with transformers, dequantized to "
             "bfloat16, and save_pretrained it"
         )
+    if family.joined and fields.look("quantization_config") is not None:
+        raise fields.error(
+            f"quantization_config is given, and te_jax.models reads a {kind} in float32, bfloat16 or float16 alone: load "
+            "the model with transformers, dequantized to bfloat16, and save_pretrained it"
+        )
     fields.expect("attention_dropout", 0.0)
     fields.expect("is_encoder_decoder", False)
     fields.expect("is_causal", True, None)
@@ -213,6 +219,8 @@ def _rope(fields: Fields) -> dict[str, Any]:
     theta = fields.take("rope_theta", kind=(float, int), default=10_000.0)
     theta = own.take("rope_theta", kind=(float, int), default=theta)
     kind = own.take("rope_type", "type", kind=str, default="default")
+    for each in (fields, own):
+        each.expect("partial_rotary_factor", 1.0, None)
     number: dict[str, Any] = {"kind": (float, int)}
     found: dict[str, Any] = {}
     if kind == "llama3":
@@ -349,6 +357,13 @@ def _describe_granite(config: DecoderConfig) -> dict[str, object]:
     return _describe_biases(config) | found
 
 
+def _phi3(fields: Fields) -> dict[str, Any]:
+    for name in ("resid_pdrop", "embd_pdrop"):
+        fields.expect(name, 0.0)
+    fields.take("original_max_position_embeddings", kind=int, default=None)  # which longrope alone reads
+    return _window(fields)
+
+
 def _olmo2(fields: Fields) -> dict[str, Any]:
     return _llama(fields) | {"norms": "after", "qk_norm": "projection"}
 
@@ -455,14 +470,19 @@ class Tensor(NamedTuple):
     Attributes:
       name: in safetensors.
       paths: of parameters of the decoder.
-      form: "plain" as it is, or "transposed"; "pairs" holds two parameters, whose last dimensions alternate.
+      form: "plain" as it is, or "transposed"; "pairs" holds two parameters, whose last dimensions alternate, and
+        "joined" several transposed ones, one after the other.
       expert: of a parameter [experts, …], the one that it holds; None for all.
     """
 
     name: str
     paths: tuple[tuple[Any, ...], ...]
-    form: Literal["plain", "transposed", "pairs"]
+    form: Literal["plain", "transposed", "pairs", "joined"]
     expert: int | None = None
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.form in ("transposed", "joined")
 
 
 def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
@@ -470,7 +490,11 @@ def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
     yield Tensor("model.embed_tokens.weight", (("embedding",),), "plain")
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
+        for place, names in family.joined.items():
+            yield Tensor(f"{prefix}{place}.weight", tuple(("layers", layer, name) for name in names), "joined")
         for name in (*config.kernel_shapes, *config.other_shapes):
+            if name in itertools.chain(*family.joined.values()):
+                continue
             if config.experts is not None and name.removesuffix("_bias") in (*MLP, "router"):
                 continue
             place, suffix = module(layer, name.removesuffix("_bias")), ".bias" if name.endswith("_bias") else ".weight"
@@ -547,6 +571,7 @@ class Family(NamedTuple):
       defaults: of fields that config.json may leave out, where they are not those of the other families.
       experts: the tensors of a block's experts.
       rope: fields of rotary positions → arguments of a DecoderConfig.
+      joined: the kernels that a module of a block has together.
     """
 
     model_type: str
@@ -556,6 +581,7 @@ class Family(NamedTuple):
     defaults: dict[str, Any] = {}  # noqa: RUF012, nobody writes to it
     experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
     rope: Callable[[Fields], dict[str, Any]] = _rope
+    joined: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 
 
 _OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
@@ -584,6 +610,14 @@ FAMILIES = {
             rope=_rope_of_smollm3,
         ),
         Family("olmo2", "Olmo2ForCausalLM", _olmo2, _describe_biases, {"rms_norm_eps": 1e-5}),
+        Family(
+            "phi3",
+            "Phi3ForCausalLM",
+            _phi3,
+            _describe_window,
+            {"rms_norm_eps": 1e-5},
+            joined={"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")},
+        ),
         Family("granite", "GraniteForCausalLM", _granite, _describe_granite),
         Family(
             "mixtral",

@@ -55,8 +55,8 @@ _BESIDE = (
 def config_from_hf(folder: str | Path, *, ignore: Collection[str] = (), **changes: Any) -> DecoderConfig:
     """The shape of a model of Hugging Face.
 
-    Llama, Mistral, Qwen 2 and 3, Gemma (the first), SmolLM 3, OLMo 2, Granite, Mixtral, Qwen 3 MoE and gpt-oss, by the
-    model_type of config.json.
+    Llama, Mistral, Qwen 2 and 3, Gemma (the first), SmolLM 3, OLMo 2, Phi 3, Granite, Mixtral, Qwen 3 MoE and gpt-oss,
+    by the model_type of config.json.
     A field that the decoder does not know is an error, since it may change the model, unless it is null or false.
 
     Args:
@@ -139,7 +139,8 @@ def from_hf(
 
     def load(path: Sequence[Any], shape: jax.ShapeDtypeStruct, place: Sharding | None) -> Quantizable:
         names = tuple(entry.key if isinstance(entry, jax.tree_util.DictKey) else entry.idx for entry in path)
-        return _load(tensors, names, groups[names], jnp.dtype(param_dtype), place, kept)
+        rows = _rows(groups[names][0], names, _param_shapes(config))
+        return _load(tensors, names, groups[names], rows, jnp.dtype(param_dtype), place, kept)
 
     if places is None:
         params = jax.tree.map_with_path(lambda path, shape: load(path, shape, None), shapes)
@@ -213,7 +214,7 @@ def to_hf(
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in expected.items():
         param = arrays[tensor.paths[0]]
-        shape = _file_shape(tensor, param.shape)
+        shape = _file_shape(tensor, *(arrays[path].shape for path in tensor.paths))
         shapes[name] = jax.ShapeDtypeStruct(shape, dtype or param.dtype)
         if isinstance(param, QuantizedArray):
             shapes[name] = jax.ShapeDtypeStruct(shape, E4M3)
@@ -260,6 +261,8 @@ def _as_in_file(params: tuple[jax.Array, ...], form: str, dtype: np.dtype) -> ja
     if form == "pairs":
         stacked = jnp.stack(arrays, axis=-1)
         return stacked.reshape(*stacked.shape[:-2], -1)
+    if form == "joined":
+        return jnp.concatenate(arrays, axis=1).T
     return arrays[0].T if form == "transposed" else arrays[0]
 
 
@@ -278,8 +281,8 @@ def arrays_of(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig
             raise ValueError(f"params lacks {name}, which config asks for") from error
         if isinstance(param, QuantizedArray) and not (form == "transposed" and _is_in_blocks(param)):
             raise ValueError(
-                f"params{name} is quantized, {param!r}: give the parameters that kernels were quantized from, or "
-                "kernels that BlockScaling quantized, in float8_e4m3fn"
+                f"params{name} is quantized, {param!r}: give the parameters that kernels were quantized from"
+                + ("" if form == "joined" else ", or kernels that BlockScaling quantized, in float8_e4m3fn")
             )
         if getattr(param, "shape", None) != shapes[path[-1]]:
             raise ValueError(
@@ -348,7 +351,8 @@ def _check(
         raise FolderError(f"{folder} has {quoted(*others)}, which config.json does not ask for")
     shapes, kinds = _param_shapes(config), {}
     for tensor in expected:
-        shape, parts = _file_shape(tensor, shapes[tensor.paths[0][-1]]), _names_in_files(tensors, tensor)
+        shape = _file_shape(tensor, *(shapes[path[-1]] for path in tensor.paths))
+        parts = _names_in_files(tensors, tensor)
         if kinds.setdefault(tensor.paths[0], len(parts)) != len(parts):
             raise FolderError(
                 f"{folder}: {tensor.name} is in FP8 and other experts beside it are not, or the other way: load the "
@@ -407,12 +411,23 @@ def _param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return tables | config.kernel_shapes | config.other_shapes
 
 
-def _file_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor, from that of its first parameter."""
-    shape = shape if tensor.expert is None else shape[1:]
+def _file_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor, from those of its parameters."""
+    if tensor.form == "joined":
+        return sum(columns for _, columns in shapes), shapes[0][0]
+    shape = shapes[0] if tensor.expert is None else shapes[0][1:]
     if tensor.form == "pairs":
         return (*shape[:-1], 2 * shape[-1])
     return shape[::-1] if tensor.form == "transposed" else shape
+
+
+def _rows(tensor: Tensor, path: tuple[Any, ...], shapes: Mapping[str, tuple[int, ...]]) -> slice:
+    """The rows of a tensor that hold a parameter."""
+    if tensor.form != "joined":
+        return slice(None)
+    sizes = [shapes[each[-1]][1] for each in tensor.paths]
+    place = tensor.paths.index(path)
+    return slice(sum(sizes[:place]), sum(sizes[: place + 1]))
 
 
 def _at(params: PyTree, path: Sequence[str | int]) -> Any:
@@ -420,9 +435,15 @@ def _at(params: PyTree, path: Sequence[str | int]) -> Any:
 
 
 def _load(
-    tensors: Tensors, path: tuple[Any, ...], parts: Sequence[Tensor], dtype: np.dtype, place: Sharding | None, kept: int
+    tensors: Tensors,
+    path: tuple[Any, ...],
+    parts: Sequence[Tensor],
+    rows: slice,
+    dtype: np.dtype,
+    place: Sharding | None,
+    kept: int,
 ) -> Quantizable:
-    """A parameter from the tensors that hold it: as they are in the file, then turned on the devices.
+    """A parameter from these rows of the tensors that hold it: as they are in the file, then turned on the devices.
 
     A kernel in FP8 stays so in one copy or both, as `kept` says; with 0 it is dequantized.
     """
@@ -441,11 +462,12 @@ def _load(
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
         which = parts[0].paths.index(path) if parts[0].form == "pairs" else None
         return _dequantized(which, dtype, place)(*(_put(tensors.read(name), whole) for name in quantized))
-    views = [tensors.read(part.name) for part in parts]
+    views = [tensors.read(part.name)[rows] for part in parts]
     if form == "pairs":
         views = [view[..., part.paths.index(path) :: 2] for view, part in zip(views, parts, strict=True)]
-    source = _source(place, views[0].ndim + of_experts, transposed=form == "transposed")
-    return _turned(form == "transposed", dtype, place)(put(views, source))
+    transposed = parts[0].is_transposed
+    source = _source(place, views[0].ndim + of_experts, transposed=transposed)
+    return _turned(transposed, dtype, place)(put(views, source))
 
 
 def _source(place: Sharding | None, ndim: int, *, transposed: bool) -> Sharding | None:

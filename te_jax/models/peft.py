@@ -102,7 +102,8 @@ def to_peft(
       dtype: of the tensors: float32, bfloat16 or float16; None for that of each parameter.
 
     Raises:
-      ValueError: config has no lora, params are not those of config, or `folder` cannot be written or holds adapters.
+      ValueError: config has no lora, params are not those of config, `base` is a folder whose model has several of the
+        kernels in one module, or `folder` cannot be written or holds adapters.
 
     Examples:
       >>> te_jax.models.to_peft("my-adapters", config, params, base="meta-llama/Llama-3.2-1B")  # doctest: +SKIP
@@ -127,6 +128,8 @@ def to_peft(
     def values(name: str) -> np.ndarray:
         return np.asarray(arrays[name]).astype(shapes[name].dtype).T
 
+    if base is not None:
+        _check_base(Path(base), lora)
     assert lora.alpha is not None
     fields = {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
@@ -136,6 +139,20 @@ def to_peft(
     }
     files = [(_CONFIG, json.dumps(fields, indent=2).encode() + b"\n")]
     write(folder, shapes, values, files=files, single=_TENSORS, largest_file_bytes=sys.maxsize)
+
+
+def _check_base(base: Path, lora: Lora) -> None:
+    """Refuses adapters of kernels that a base model which is here has in one module, as a phi3 has."""
+    if not (base / "config.json").is_file():
+        return
+    kind = read_json(base / "config.json", _MOST_CONFIG_BYTES).get("model_type")
+    joined = families.FAMILIES[kind].joined if isinstance(kind, str) and kind in families.FAMILIES else {}
+    for place, names in joined.items():
+        if adapted := [name for name in lora.names if name in names]:
+            raise ValueError(
+                f"base is {base}, a {kind}, whose {place} holds {', '.join(names)}, and lora.names has "
+                f"{', '.join(adapted)}: merge_adapters, and write the model with to_hf"
+            )
 
 
 def read(folder: Path, config: DecoderConfig) -> tuple[DecoderConfig, Params]:

@@ -54,7 +54,7 @@ BLOCKS = BlockScaling().quantization("kernel")
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 # And these name tensors, or describe themselves, in ways of their own.
-WRITTEN = (*FEW, "granite", "smollm3", "olmo2")
+WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3")
 
 load = functools.cache(lambda name: from_hf(HF / name))
 jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
@@ -100,7 +100,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2", "phi3"])
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -322,11 +322,12 @@ def test_changes_say_how_it_is_computed():
     assert_equal(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params), load("qwen3")[1])
 
 
-def test_each_device_reads_its_own_part(require_devices, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt_oss", "phi3"])
+def test_each_device_reads_its_own_part(name, require_devices, monkeypatch):
     """Also of those tensors that devices turn, and of experts that are tensors of their own."""
     require_devices(4)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), devices=jax.devices()[:4])
-    name, parallel = "gpt_oss", TensorParallel(2, fsdp=FSDP(2, min_size=0))
+    parallel = TensorParallel(2, fsdp=FSDP(2, min_size=0))
 
     def shardings(config):
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, parallel))
@@ -553,6 +554,16 @@ HUB = {
         3_075_098_624,
         {"rope_theta": (5e6, 5e6, 5e6, None) * 9, "tied_head": True},
     ),
+    "Phi-3-mini-4k-instruct": (
+        _UNBIASED
+        | {"model_type": "phi3", "embd_pdrop": 0.0, "hidden_size": 3072, "intermediate_size": 8192, "resid_pdrop": 0.0}
+        | {"max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 32, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+        | {"rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False}
+        | {"vocab_size": 32064},
+        3_821_079_552,
+        {"window": 2047},
+    ),
     "granite-3.1-2b-instruct": (
         _UNBIASED
         | {"model_type": "granite", "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "mlp_bias": False}
@@ -656,7 +667,7 @@ def _yarn(**changes):
 @pytest.mark.parametrize(
     ("like", "changes", "words"),
     [
-        ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is unknown to te_jax.models and may change"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and te_jax.models knows 1.0 alone"),
         ("llama", {"a": 1, "b": 2}, "'a', 'b' are unknown .* name those that do not in ignore of from_hf"),
         ("llama", {"x\x1b" * 10**5: 1}, r"'x\\x1bx.*… is unknown"),
         ("llama", {"is_causal": False}, "is_causal is False, and te_jax.models knows True alone"),
@@ -688,6 +699,11 @@ def _yarn(**changes):
         ("smollm3", {"no_rope_layers": [1, 0, "x"]}, "no_rope_layers has others than 0 and 1"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ("smollm3", {"layer_types": None}, "layer_types is missing"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75, and te_jax.models knows 1.0 alone"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_type is 'longrope': te_"),
+        ("phi3", {"quantization_config": BLOCK_FP8}, "quantization_config is given, and te_jax.models reads a phi3 in"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
+        ("phi3", {"num_key_value_heads": 1}, r"qkv_proj.weight has shape \(64, 32\), .* asks for \(48, 32\)"),
         ("granite", {"residual_multiplier": 0}, "factors.residual is 0: it needs to be a finite number above 0"),
         ("gpt_oss", {"layer_types": None}, "layer_types is missing"),
         # These are configs that no tensors belong to.

@@ -172,6 +172,7 @@ def test_what_is_not_written(tmp_path):
         ("new", {"num_layers": 3}, {}, r"params lacks \['layers'\]\[2\]\['query_a'\], which config asks for"),
         ("new", {"lora": Lora(2, names=("out",))}, {}, r"params has \['layers'\].*, which config does not ask for"),
         ("new", {}, {"dtype": "int8"}, "dtype is int8: choose one of float32, bfloat16, float16"),
+        ("new", {}, {"base": HF / "phi3"}, r"phi3, a phi3, whose self_attn.qkv_proj holds query, key, value, and lora"),
         (HF / "peft" / "llama", {}, {}, "llama already holds adapters: choose another folder, or remove them"),
     ):
         with pytest.raises(ValueError, match=words):

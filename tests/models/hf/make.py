@@ -61,6 +61,7 @@ CONFIGS = {
         **NO_TOKENS,
     ),
     "olmo2": hf.Olmo2Config(**SHAPE, **NO_TOKENS),
+    "phi3": hf.Phi3Config(**SHAPE | {"head_dim": 8}, sliding_window=5, **NO_TOKENS),
     "mixtral": hf.MixtralConfig(**EXPERTS),
     "qwen3_moe": hf.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=16, norm_topk_prob=True),
     "gpt_oss": hf.GptOssConfig(**EXPERTS, sliding_window=5, swiglu_limit=1.0, rope_parameters=OF_GPT_OSS),
