@@ -38,6 +38,7 @@ BLOCK_FP8: dict[str, object] = {
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _BIASES = ("query", "key", "value")
 _MOST_LAYERS = 10_000
+_DEFAULT_ROPE = Rope(10_000.0, None)
 
 
 class Fields:
@@ -88,6 +89,12 @@ class Fields:
         """A field that others depend on, read or not."""
         return self._given.get(name)
 
+    def part(self, **given: Any) -> Fields:
+        """Fields of their own, beside the length of positions."""
+        return Fields(
+            {"max_position_embeddings": self.look("max_position_embeddings")} | given, self._path, self._ignore
+        )
+
     def finish(self) -> None:
         """Refuses what nobody read, which may change the model. Null and false say that a feature is absent.
 
@@ -134,8 +141,8 @@ def read(given: dict[str, Any], path: object, ignore: Collection[str] | None = (
         )
     if family.joined and fields.look("quantization_config") is not None:
         raise fields.error(
-            f"quantization_config is given, and te_jax.models reads a {kind} in float32, bfloat16 or float16 alone: load "
-            "the model with transformers, dequantized to bfloat16, and save_pretrained it"
+            f"quantization_config is given, and te_jax.models reads a {kind} in float32, bfloat16 or float16 alone: "
+            "load the model with transformers, dequantized to bfloat16, and save_pretrained it"
         )
     fields.expect("attention_dropout", 0.0)
     fields.expect("is_encoder_decoder", False)
@@ -183,7 +190,8 @@ def describe(family: Family, config: DecoderConfig) -> dict[str, object]:
         "intermediate_size": config.mlp_size,
         "hidden_act": names.get(activation.kind, activation.kind),
         "rms_norm_eps": config.norm_eps,
-        **_describe_rope(config),
+        # `family_of` finds out whether all blocks have the same.
+        **_describe_rope(next((rope for rope in config.ropes if rope is not None), _DEFAULT_ROPE)),
         "tie_word_embeddings": config.tied_head,
         # The decoder knows none, and without these transformers takes those of the class.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -245,9 +253,7 @@ def _rope(fields: Fields) -> dict[str, Any]:
         raise own.error(str(error)) from error
 
 
-def _describe_rope(config: DecoderConfig) -> dict[str, object]:
-    """The rotary positions of the first block that has some; `family_of` finds out whether all have these."""
-    rope = next((rope for rope in config.ropes if rope is not None), Rope(10_000.0, None))
+def _describe_rope(rope: Rope) -> dict[str, object]:
     scaling = None if rope.scaling is None else _describe_scaling(rope.scaling)
     return {"rope_theta": rope.theta, "rope_scaling": scaling, **_describe_length(rope.scaling)}
 
@@ -275,8 +281,8 @@ def _window(fields: Fields) -> dict[str, Any]:
     return {"window": fields.take("sliding_window", kind=int, default=None)}
 
 
-def _windows(fields: Fields, used: bool = True) -> dict[str, Any]:
-    """The window of all blocks, or of each."""
+def _windows(fields: Fields, used: bool = True, every: int | None = None) -> dict[str, Any]:
+    """The window of all blocks, or of each; without layer_types every so many blocks one has none."""
     width = fields.take("sliding_window", kind=int, default=None)
     kinds = fields.take("layer_types", kind=list, default=None)
     first = fields.take("max_window_layers", kind=int, default=0)  # of Qwen: blocks before it have no window
@@ -286,7 +292,8 @@ def _windows(fields: Fields, used: bool = True) -> dict[str, Any]:
     if kinds is None:
         if count > _MOST_LAYERS:
             raise fields.error(f"num_hidden_layers is {count}, and te_jax.models knows at most {_MOST_LAYERS}")
-        kinds = [("full", "sliding")[i >= first] + "_attention" for i in range(count)]
+        slides = [i >= first if every is None else (i + 1) % max(every, 1) != 0 for i in range(count)]
+        kinds = [("full", "sliding")[each] + "_attention" for each in slides]
     if not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
         raise fields.error("layer_types names others than full_attention and sliding_attention")
     if len(kinds) != count:
@@ -351,9 +358,7 @@ def _granite(fields: Fields) -> dict[str, Any]:
 
 
 def _describe_granite(config: DecoderConfig) -> dict[str, object]:
-    found = {theirs: getattr(config.factors, ours) for theirs, ours in _GRANITE.items()}
-    if config.factors.scores is None:
-        found["attention_multiplier"] = config.head_dim**-0.5
+    found = {theirs: getattr(config.architecture.factors, ours) for theirs, ours in _GRANITE.items()}
     return _describe_biases(config) | found
 
 
@@ -423,6 +428,53 @@ def _gemma(fields: Fields) -> dict[str, Any]:
     fields.expect("use_bidirectional_attention", None, False)
     biases = ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()
     return {"zero_centered_norms": True, "scaled_embedding": True, "attention_biases": biases}
+
+
+_BASE: dict[str, Any] = {"kind": (int, float), "default": 10_000.0}
+
+
+def _gemma3(fields: Fields) -> dict[str, Any]:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        fields.expect(name, None)
+    fields.take("cache_implementation", kind=str, default=None)
+    scalar = fields.take("query_pre_attn_scalar", kind=(int, float))
+    if scalar <= 0:
+        raise fields.error(f"query_pre_attn_scalar is {shown(scalar)}: it needs to be above 0")
+    return _gemma(fields) | {"norms": "both", "qk_norm": True, "factors": Factors(scores=scalar**-0.5)}
+
+
+def _blocks_of_gemma3(fields: Fields) -> dict[str, Any]:
+    """Windows, and rotary positions: blocks with a window have others than those without."""
+    if fields.look("sliding_window") is None:
+        raise fields.error("sliding_window is missing")
+    every = fields.take("sliding_window_pattern", "_sliding_window_pattern", kind=int, default=6)
+    window, local = _windows(fields, every=every)["window"], fields.take("rope_local_base_freq", **_BASE)
+    rope = fields.look("rope_parameters")
+    if isinstance(rope, dict) and not rope.keys().isdisjoint(kinds := ("full_attention", "sliding_attention")):
+        parts = fields.part(**fields.take("rope_parameters", kind=dict))
+        bases = fields.take("rope_theta", **_BASE), local
+        of_whole, of_local = (
+            _rope(fields.part(rope_theta=base, rope_parameters=parts.take(kind, kind=dict, default={})))
+            for kind, base in zip(kinds, bases, strict=True)
+        )
+        parts.finish()
+    else:
+        of_whole, of_local = _rope(fields), {"rope_theta": local}
+    windows = window if isinstance(window, tuple) else (window,) * fields.look("num_hidden_layers")
+    of_blocks = [of_whole if each is None else of_local for each in windows]
+    names = ("rope_theta", "rope_scaling")
+    return {"window": window} | {name: tuple(each.get(name) for each in of_blocks) for name in names}
+
+
+def _describe_gemma3(config: DecoderConfig) -> dict[str, object]:
+    both = list(zip(config.windows, config.ropes, strict=True))
+    whole = next((rope for window, rope in both if window is None), None)
+    local = next((rope for window, rope in both if window is not None), None)
+    scores = config.architecture.factors.scores
+    assert scores is not None
+    found = {"rope_local_base_freq": (local or _DEFAULT_ROPE).theta, "query_pre_attn_scalar": round(scores**-2)}
+    found |= {"hidden_activation": "gelu_pytorch_tanh"} | _describe_rope(whole or Rope(1e6, None))
+    return _describe_biases(config) | _describe_windows(config) | found
 
 
 def _qwen3_moe(fields: Fields) -> dict[str, Any]:
@@ -619,6 +671,17 @@ FAMILIES = {
             joined={"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")},
         ),
         Family("granite", "GraniteForCausalLM", _granite, _describe_granite),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            _gemma3,
+            _describe_gemma3,
+            {
+                **{"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
+                **{"num_key_value_heads": 4, "rope_theta": 1e6, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+            },
+            rope=_blocks_of_gemma3,
+        ),
         Family(
             "mixtral",
             "MixtralForCausalLM",

@@ -54,7 +54,7 @@ BLOCKS = BlockScaling().quantization("kernel")
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 # And these name tensors, or describe themselves, in ways of their own.
-WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3")
+WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3", "gemma3")
 
 load = functools.cache(lambda name: from_hf(HF / name))
 jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
@@ -100,7 +100,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2", "phi3"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2", "phi3", "gemma3"])
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -582,6 +582,17 @@ HUB = {
         7_298_617_344,
         {"norms": "after", "qk_norm": "projection", "attention_biases": ()},
     ),
+    "gemma-3-1b-it": (
+        _UNBIASED
+        | {"model_type": "gemma3_text", "attn_logit_softcapping": None, "cache_implementation": "hybrid"}
+        | {"final_logit_softcapping": None, "head_dim": 256, "hidden_act": None, "hidden_size": 1152}
+        | {"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 6912, "max_position_embeddings": 32768}
+        | {"num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256}
+        | {"rms_norm_eps": 1e-6, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000}
+        | {"sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144},
+        999_885_952,
+        {"window": (*(512,) * 5, None) * 4 + (512,) * 2, "tied_head": True, "factors": Factors(scores=1 / 16)},
+    ),
     "gpt-oss-20b, dequantized": (
         _GPT_OSS,
         20_914_757_184,
@@ -623,6 +634,12 @@ def test_llama_3_8b_is_a_preset(tmp_path):
         ("qwen3", {"use_sliding_window": True, "layer_types": None}, ["sliding_window"], {"window": None}),
         ("smollm3", {"no_rope_layer_interval": 3}, ["no_rope_layers"], {"rope_theta": (2e6, 2e6, None)}),
         ("smollm3", {"no_rope_layers": [1, 1, 1], "rope_parameters": {}}, [], {"rope_theta": 2e6}),
+        ("gemma3", {"rope_theta": 7.0, "rope_local_base_freq": 8.0, "sliding_window_pattern": 3}, ["rope_parameters",
+          "layer_types"], {"rope_theta": (8.0, 8.0, 7.0), "window": (5, 5, None), "rope_scaling": (None,) * 3}),
+        ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, ["rope_parameters"],
+         {"rope_theta": (1e4, 1e6, 1e4), "rope_scaling": (None, RopeScaling("linear", 8.0), None)}),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["query_pre_attn_scalar"],
+         {"rope_theta": (1e4, 1e6, 1e4), "factors": Factors(scores=1 / 16)}),
         ("gpt_oss", {}, ["rope_parameters"], {"rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False)}),
         ("gpt_oss", {"rope_parameters": {}}, ["sliding_window"], {"rope_theta": 150000.0, "window": (128, None)}),
         ("llama", {"head_dim": None, "num_key_value_heads": None}, [], {"head_dim": 8, "num_kv_heads": 4}),
@@ -704,6 +721,12 @@ def _yarn(**changes):
         ("phi3", {"quantization_config": BLOCK_FP8}, "quantization_config is given, and te_jax.models reads a phi3 in"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
         ("phi3", {"num_key_value_heads": 1}, r"qkv_proj.weight has shape \(64, 32\), .* asks for \(48, 32\)"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, and te_jax.models knows None"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0: it needs to be above 0"),
+        ("gemma3", {"sliding_window": None}, "sliding_window is missing"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3", {"rope_parameters": {"full_attention": {}, "a": {}}}, "'a' is unknown to te_jax.models"),
+        ("gemma3", {"rope_parameters": {"full_attention": {"a": 1}}}, "of rotary positions: 'a' is unknown"),
         ("granite", {"residual_multiplier": 0}, "factors.residual is 0: it needs to be a finite number above 0"),
         ("gpt_oss", {"layer_types": None}, "layer_types is missing"),
         # These are configs that no tensors belong to.

@@ -62,6 +62,17 @@ CONFIGS = {
     ),
     "olmo2": hf.Olmo2Config(**SHAPE, **NO_TOKENS),
     "phi3": hf.Phi3Config(**SHAPE | {"head_dim": 8}, sliding_window=5, **NO_TOKENS),
+    "gemma3": hf.Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 3},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=5,
+        query_pre_attn_scalar=9,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        **NO_TOKENS,
+    ),
     "mixtral": hf.MixtralConfig(**EXPERTS),
     "qwen3_moe": hf.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=16, norm_topk_prob=True),
     "gpt_oss": hf.GptOssConfig(**EXPERTS, sliding_window=5, swiglu_limit=1.0, rope_parameters=OF_GPT_OSS),
