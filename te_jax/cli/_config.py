@@ -23,6 +23,7 @@ from te_jax.models import (
     FolderError,
     Lora,
     RopeScaling,
+    Softcaps,
     TensorParallel,
     config_from_hf,
     peft,
@@ -131,6 +132,8 @@ def config_of(path: Path, header: dict[str, Any]) -> DecoderConfig:
             fields["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
         if (factors := fields.get("factors")) is not None:
             fields["factors"] = Factors(**factors)
+        if (softcaps := fields.get("softcaps")) is not None:
+            fields["softcaps"] = Softcaps(**softcaps)
         if isinstance(activation := fields.get("activation"), dict):
             fields["activation"] = ops.Activation(**activation)
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}

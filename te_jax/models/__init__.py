@@ -2,7 +2,7 @@
 
 from te_jax.layers.attention import RopeScaling
 from te_jax.models.adapters import join_adapters, merge_adapters, split_adapters
-from te_jax.models.config import PRESETS, DecoderConfig, Experts, Factors, Lora
+from te_jax.models.config import PRESETS, DecoderConfig, Experts, Factors, Lora, Softcaps
 from te_jax.models.decoder import (
     Losses,
     apply,
@@ -30,6 +30,7 @@ __all__ = [
     "Lora",
     "Losses",
     "RopeScaling",
+    "Softcaps",
     "TensorParallel",
     "apply",
     "apply_head",

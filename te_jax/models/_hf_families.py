@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors, Rope
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors, Rope, Softcaps
 from te_jax.models.safetensors import FolderError, quoted, shown
 from te_jax.reference.activation import Activation
 
@@ -430,17 +430,30 @@ def _gemma(fields: Fields) -> dict[str, Any]:
     return {"zero_centered_norms": True, "scaled_embedding": True, "attention_biases": biases}
 
 
+_NUMBER: dict[str, Any] = {"kind": (int, float), "default": None}
 _BASE: dict[str, Any] = {"kind": (int, float), "default": 10_000.0}
 
 
-def _gemma3(fields: Fields) -> dict[str, Any]:
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        fields.expect(name, None)
+def _gemma2(fields: Fields) -> dict[str, Any]:
     fields.take("cache_implementation", kind=str, default=None)
     scalar = fields.take("query_pre_attn_scalar", kind=(int, float))
     if scalar <= 0:
         raise fields.error(f"query_pre_attn_scalar is {shown(scalar)}: it needs to be above 0")
-    return _gemma(fields) | {"norms": "both", "qk_norm": True, "factors": Factors(scores=scalar**-0.5)}
+    caps = (fields.take(f"{name}_logit_softcapping", **_NUMBER) for name in ("attn", "final"))
+    return _gemma(fields) | {"norms": "both", "factors": Factors(scores=scalar**-0.5), "softcaps": Softcaps(*caps)}
+
+
+def _describe_gemma2(config: DecoderConfig) -> dict[str, object]:
+    scores = config.architecture.factors.scores
+    assert scores is not None
+    found = {"query_pre_attn_scalar": round(scores**-2), "hidden_activation": "gelu_pytorch_tanh"}
+    found |= {"attn_logit_softcapping": config.softcaps.scores, "final_logit_softcapping": config.softcaps.logits}
+    return _describe_biases(config) | _describe_windows(config) | found
+
+
+def _gemma3(fields: Fields) -> dict[str, Any]:
+    fields.expect("attn_logit_softcapping", None)  # which transformers does not read
+    return _gemma2(fields) | {"qk_norm": True}
 
 
 def _blocks_of_gemma3(fields: Fields) -> dict[str, Any]:
@@ -470,11 +483,8 @@ def _describe_gemma3(config: DecoderConfig) -> dict[str, object]:
     both = list(zip(config.windows, config.ropes, strict=True))
     whole = next((rope for window, rope in both if window is None), None)
     local = next((rope for window, rope in both if window is not None), None)
-    scores = config.architecture.factors.scores
-    assert scores is not None
-    found = {"rope_local_base_freq": (local or _DEFAULT_ROPE).theta, "query_pre_attn_scalar": round(scores**-2)}
-    found |= {"hidden_activation": "gelu_pytorch_tanh"} | _describe_rope(whole or Rope(1e6, None))
-    return _describe_biases(config) | _describe_windows(config) | found
+    found = {"rope_local_base_freq": (local or _DEFAULT_ROPE).theta, **_describe_rope(whole or Rope(1e6, None))}
+    return _describe_gemma2(config) | found
 
 
 def _qwen3_moe(fields: Fields) -> dict[str, Any]:
@@ -671,6 +681,17 @@ FAMILIES = {
             joined={"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")},
         ),
         Family("granite", "GraniteForCausalLM", _granite, _describe_granite),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            lambda fields: _gemma2(fields) | _windows(fields, every=2),
+            _describe_gemma2,
+            {
+                **{"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
+                **{"num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+                **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            },
+        ),
         Family(
             "gemma3_text",
             "Gemma3ForCausalLM",

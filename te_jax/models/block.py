@@ -192,6 +192,13 @@ class Block:
         return result.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
 
 
+def capped(logits: Array, config: DecoderConfig) -> Array:
+    """Logits with their cap, if they have one."""
+    if (cap := config.softcaps.logits) is None:
+        return logits
+    return (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
+
+
 def rotary_of(positions: Array, config: DecoderConfig) -> dict[Rope | None, tuple[Array, Array] | None]:
     """cos and sin for the blocks that have such rotary positions."""
     return {

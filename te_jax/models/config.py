@@ -135,6 +135,31 @@ class Factors:
             object.__setattr__(self, name, float(value))
 
 
+@dataclasses.dataclass(frozen=True)
+class Softcaps:
+    """Caps c of what becomes c · tanh(x / c), as in Gemma 2; None for none.
+
+    Args:
+      scores: of those of attention, which XLA alone computes so.
+      logits: of those of the output head.
+
+    Raises:
+      ValueError: one is no finite number from 1e-30 to 1e30.
+    """
+
+    scores: float | None = None
+    logits: float | None = None
+
+    def __post_init__(self):
+        for name in ("scores", "logits"):
+            if (value := getattr(self, name)) is not None:
+                if not is_finite_number(value) or not 1e-30 <= value <= 1e30:
+                    raise ValueError(
+                        f"softcaps.{name} is {value!r}: it needs to be a number from 1e-30 to 1e30, or None"
+                    )
+                object.__setattr__(self, name, float(value))
+
+
 class Rope(NamedTuple):
     """Rotary positions of a block: the base of their wavelengths, and how these are stretched."""
 
@@ -189,6 +214,7 @@ class DecoderConfig:
       zero_centered_norms: whether norms multiply by 1 + scale, as Gemma's do.
       scaled_embedding: whether the embedding is multiplied by √hidden_size, rounded to `dtype`, as Gemma's is.
       factors: constants of embedding, residual stream, scores and logits.
+      softcaps: of scores and of logits. Functions that are given to `te_jax.models.apply_head` cap logits themselves.
       tied_head: whether the output head is the transposed embedding, and no parameter of its own.
       lora: adapters beside the kernels; see `te_jax.models.split_adapters`. None for none.
 
@@ -225,6 +251,7 @@ class DecoderConfig:
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
     factors: Factors = Factors()
+    softcaps: Softcaps = Softcaps()
     tied_head: bool = False
     lora: Lora | None = None
 
@@ -313,6 +340,13 @@ class DecoderConfig:
         Activation.of(self.activation)
         if not isinstance(self.factors, Factors):
             raise ValueError(f"factors is {self.factors!r}: it needs to be a te_jax.models.Factors")
+        if not isinstance(self.softcaps, Softcaps):
+            raise ValueError(f"softcaps is {self.softcaps!r}: it needs to be a te_jax.models.Softcaps")
+        if self.softcaps.scores is not None and self.attention in ("native", "fa3"):
+            raise ValueError(
+                f"softcaps.scores is {self.softcaps.scores} and attention {self.attention!r}, which has no caps: "
+                "choose None or 'reference'"
+            )
         if not (self.lora is None or isinstance(self.lora, Lora)):
             raise ValueError(
                 f"lora is {self.lora!r}: it needs to be a te_jax.models.Lora, as Lora(rank=16) is, or None"

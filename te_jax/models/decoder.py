@@ -33,7 +33,7 @@ from te_jax.layers.microbatches import dense_kernels
 from te_jax.layers.sampling import check_tokens
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
-from te_jax.models.block import Balance, Block, final_norm, rotary_of
+from te_jax.models.block import Balance, Block, capped, final_norm, rotary_of
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, Rope, kernel_facts
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.ops.linear.kernels import Requantize
@@ -220,7 +220,8 @@ def apply(
     def logits(x: jax.Array, kernel: Any) -> jax.Array:
         layer, options = linear.Layer(kernel, None, None), linear.Options(None, None, implementation)
         features, tensor = ((config.vocab_size,),), None if parallel is None else parallel.tensor
-        return linear.linears(x, (layer,), features=features, dtype=config.dtype, options=options, tensor=tensor)[0]
+        (y,) = linear.linears(x, (layer,), features=features, dtype=config.dtype, options=options, tensor=tensor)
+        return capped(y, config)
 
     return _run(params, tokens, config, scaling_state, segment_ids, parallel, implementation, logits)[0]
 
@@ -242,7 +243,8 @@ def apply_head(
       params, tokens, config, scaling_state, segment_ids, parallel, implementation: as in `apply`.
       head: of the hidden states [batch, time, hidden_size] and the output head's kernel [hidden_size, vocab_size], such
         as `te_jax.ops.linear_token_loss` with what it needs besides. With `parallel` the kernel is this device's part,
-        which `vocab_axis=parallel.axis_name` says to it.
+        which `vocab_axis=parallel.axis_name` says to it. Where there is a `config.softcaps.logits`, head caps logits
+        itself, as with `te_jax.ops.Softmax(logit_softcap=…)`.
 
     Returns:
       What head returns.
@@ -342,6 +344,7 @@ def losses(
         kernel, accumulator = arguments["kernel"][0], arguments["wgrad_accumulator"][0]
         options: Any = {"accumulate": arguments["accumulate"], "recipe": config.head_recipe}
         options["fp8_products"] = config.head_fp8_products
+        options["loss"] = ops.CrossEntropy(logit_softcap=config.softcaps.logits)
         if parallel is not None:
             x = tensor_parallel.all_of_the_time(x, parallel)
             options |= {"vocab_axis": parallel.axis_name, "reduction": "sum"}
@@ -400,8 +403,13 @@ def _run(
             if context_axis is not None:
                 if sinks is not None:
                     raise ValueError("config.attention_sinks is True, which devices that share a sequence do not take")
+                if config.softcaps.scores is not None:
+                    raise ValueError(
+                        f"config.softcaps.scores is {config.softcaps.scores}, which devices that share a sequence do "
+                        "not take"
+                    )
                 return ring_attention(query, key, value, axis_name=context_axis, **options)
-            return ops.attention(query, key, value, sinks=sinks, **options)
+            return ops.attention(query, key, value, sinks=sinks, softcap=config.softcaps.scores, **options)
 
         x, own = Block(layer, state, config, parallel, implementation)(x, rotary[rope], attend)
         return x, _together(balance, own)

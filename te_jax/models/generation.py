@@ -15,7 +15,7 @@ from te_jax import ops, sharding
 from te_jax.layers import sampling
 from te_jax.layers.attention import Cache, attend_cached
 from te_jax.models import tensor_parallel
-from te_jax.models.block import Block, final_norm, rotary_of
+from te_jax.models.block import Block, capped, final_norm, rotary_of
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.decoder import Implementation, head_of, requantize
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
@@ -126,7 +126,7 @@ def generate(
     )
     if isinstance(config.recipe, DelayedScaling):
         raise ValueError("config.recipe is DelayedScaling, whose state is one of training: use another recipe or None")
-    softmax = ops.Softmax(temperature or 1.0) if return_log_probs else None
+    softmax = ops.Softmax(temperature or 1.0, logit_softcap=config.softcaps.logits) if return_log_probs else None
     found, log_probs = _generate(params, inputs, config, options, softmax, implementation)
     return found if log_probs is None else (found, log_probs)
 
@@ -215,7 +215,7 @@ def _run(
             window: int | None = window,
         ) -> Array:
             options: Any = {"window": window, "sinks": sinks, "scale": config.factors.scores}
-            options["implementation"] = config.attention
+            options |= {"softcap": config.softcaps.scores, "implementation": config.attention}
             query, key, value = query[:batch], key[:batch], value[:batch]
             mixed, after = attend_cached(query, key, value, cache, **options)
             filled.append(after if lengths is None else after._replace(filled=lengths))
@@ -225,4 +225,5 @@ def _run(
         x, _ = Block(layer, None, config, None, implementation)(x, rotary[rope], attend)
     x = final_norm(params["final_norm"], config, implementation)(_last(x[:batch], lengths), None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
-    return x, sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32), filled
+    logits = sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32)
+    return x, capped(logits, config), filled

@@ -55,9 +55,9 @@ _BESIDE = (
 def config_from_hf(folder: str | Path, *, ignore: Collection[str] = (), **changes: Any) -> DecoderConfig:
     """The shape of a model of Hugging Face.
 
-    Llama, Mistral, Qwen 2 and 3, Gemma (the first), Gemma 3 of text, SmolLM 3, OLMo 2, Phi 3, Granite, Mixtral, Qwen 3
-    MoE and gpt-oss, by the model_type of config.json. A field that the decoder does not know is an error, since it may
-    change the model, unless it is null or false.
+    Llama, Mistral, Qwen 2 and 3, Gemma (the first), 2 and 3 (of text), SmolLM 3, OLMo 2, Phi 3, Granite, Mixtral,
+    Qwen 3 MoE and gpt-oss, by the model_type of config.json. A field that the decoder does not know is an error, since
+    it may change the model, unless it is null or false.
 
     Args:
       folder: with config.json. Where its safetensors hold another output head than the embedding, that is read, also if

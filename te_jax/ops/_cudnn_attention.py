@@ -55,6 +55,8 @@ def problem(
         return f"query has shape {query.shape}, and cuDNN needs sizes that are known: export it for each size"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"query has dtype {query.dtype}, and cuDNN takes bfloat16 and float16: cast query, key and value"
+    if masks.softcap is not None:
+        return f"softcap is {masks.softcap}, and cuDNN has none"
     capability, version = _device()
     largest = MAX_HEAD_DIM if capability is None or capability >= (9, 0) else 128
     if head_dim > largest or head_dim % 8:

@@ -62,6 +62,7 @@ def problem(operands: Operands, masks: Masks, *, lse_cotangent: bool) -> str | N
             query.dtype not in (jnp.bfloat16, jnp.float16),
             f"query has dtype {query.dtype}, and FlashAttention 3 takes bfloat16 and float16: cast the operands",
         ),
+        (masks.softcap is not None, f"softcap is {masks.softcap}, and FlashAttention 3 is called without"),
         (bool(masked), f"{' and '.join(sorted(masked))} are given, which FlashAttention 3 does not take"),
         (lse_cotangent, "FlashAttention 3 has no gradient through the log-sum-exp"),
     ):

@@ -22,6 +22,7 @@ class Masks:
     window: int | None
     scale: float
     max_segments_per_seq: int | None = None
+    softcap: float | None = None
 
     def visible(self, operands: Operands) -> Array | None:
         names = ("query_lengths", "key_lengths", "query_segment_ids", "key_segment_ids")

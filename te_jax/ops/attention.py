@@ -41,7 +41,7 @@ def attention(
     causal: bool = False, window: int | None = None,
     query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
     segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
-    max_segments_per_seq: int | None = None, scale: float | None = None,
+    max_segments_per_seq: int | None = None, scale: float | None = None, softcap: float | None = None,
     bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
     return_lse: Literal[False] = False, max_score_bytes: int = 2**30,
     implementation: AttentionImplementation | None = None,
@@ -52,7 +52,7 @@ def attention(
     causal: bool = False, window: int | None = None,
     query_lengths: jax.typing.ArrayLike | None = None, key_lengths: jax.typing.ArrayLike | None = None,
     segment_ids: jax.typing.ArrayLike | None = None, key_segment_ids: jax.typing.ArrayLike | None = None,
-    max_segments_per_seq: int | None = None, scale: float | None = None,
+    max_segments_per_seq: int | None = None, scale: float | None = None, softcap: float | None = None,
     bias: jax.typing.ArrayLike | None = None, sinks: jax.typing.ArrayLike | None = None,
     return_lse: Literal[True], max_score_bytes: int = 2**30,
     implementation: AttentionImplementation | None = None,
@@ -71,6 +71,7 @@ def attention(
     key_segment_ids: jax.typing.ArrayLike | None = None,
     max_segments_per_seq: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     bias: jax.typing.ArrayLike | None = None,
     sinks: jax.typing.ArrayLike | None = None,
     return_lse: bool = False,
@@ -102,6 +103,7 @@ def attention(
       max_segments_per_seq: with packed sequences, each run of equal segment_ids is a segment of its own, and a sequence
         has at most so many; one with more gives NaN. cuDNN needs no mask then, and computes segments alone.
       scale: a number; None is H^-½.
+      softcap: c of scores that become c · tanh(scores / c), before bias and masks; None for none. XLA alone has it.
       bias: added to the scores: floats of 2 to 4 dimensions that can be broadcast to [B, N, T, S]. It must not hide all
         keys from a query.
       sinks: floats [N]: a further score of every query, without a value.
@@ -148,6 +150,8 @@ def attention(
         )
     if scale is not None and (isinstance(scale, Tracer) or not is_finite_number(scale)):
         raise ValueError(f"scale is {scale!r}; it must be a finite number that is known while tracing, or None")
+    if softcap is not None and (isinstance(softcap, Tracer) or not is_finite_number(softcap) or softcap <= 0):
+        raise ValueError(f"softcap is {softcap!r}; it must be a finite number above 0, known while tracing, or None")
     if not is_whole_number(max_score_bytes) or max_score_bytes < 0:
         raise ValueError(f"max_score_bytes is {max_score_bytes!r}; it must be an integer of at least 0")
     validate_segments(max_segments_per_seq, segment_ids, key_segment_ids)
@@ -156,7 +160,8 @@ def attention(
     if window is not None and window >= t:
         window = None  # it hides nothing
     factor = head_dim**-0.5 if scale is None else float(scale)
-    masks = Masks(causal, None if window is None else int(window), factor, max_segments_per_seq)
+    softcap = None if softcap is None else float(softcap)
+    masks = Masks(causal, None if window is None else int(window), factor, max_segments_per_seq, softcap)
     settings = Settings(masks, implementation, int(max_score_bytes))
     operands = _prepared(arrays, t, s, max_segments_per_seq)
     if implementation != "reference":
@@ -300,7 +305,8 @@ class Settings:
 
     def by_xla(self, operands: Operands) -> tuple[Array, Array]:
         masks, arrays = self.masks, self.wide(operands)
-        return reference.attention(**arrays, causal=masks.causal, window=masks.window, scale=masks.scale)
+        options = {"causal": masks.causal, "window": masks.window, "scale": masks.scale, "softcap": masks.softcap}
+        return reference.attention(**arrays, **options)
 
     def by_library(self, library: Library, operands: Operands) -> tuple[Array, Array]:
         out, lse = library.forward(_of_one_width(operands), self.masks)

@@ -22,6 +22,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Definition of `te_jax.ops.attention`; see there for the arguments.
 
@@ -34,6 +35,8 @@ def attention(
     kv_heads, group = key.shape[-2], query.shape[-2] // key.shape[-2]
     q = _split_heads(query, query.ndim - 2, kv_heads, group)
     scores = jnp.einsum("...tkgh,...skh->...kgts", q, key, preferred_element_type=dtype) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         heads = (1, 1) if bias.shape[-3] == 1 else (kv_heads, group)
         scores = scores + _split_heads(bias, bias.ndim - 3, *heads).astype(dtype)

@@ -22,7 +22,7 @@ from te_jax.cli._options import Options
 from te_jax.cli._run_folder import StoredRun
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
-from te_jax.models import PRESETS, Factors, Lora, RopeScaling
+from te_jax.models import PRESETS, Factors, Lora, RopeScaling, Softcaps
 
 pytestmark = pytest.mark.usefixtures("as_in_a_process_of_its_own")
 
@@ -288,7 +288,11 @@ def test_what_changes_no_more_than_rounding_may_change(name):
 
 def test_the_model_of_a_header_is_read_as_it_was_written():
     changes = {"factors": Factors(2.0, 0.5, None, 3.0), "lora": Lora(2), "rope_theta": (1e4, None, 1e6, 1e6)}
-    changes |= {"window": (None, 3, 4, None), "rope_scaling": (None, None, RopeScaling("linear", 8.0), None)}
+    changes |= {
+        "softcaps": Softcaps(50.0, 30.0),
+        "window": (None, 3, 4, None),
+        "rope_scaling": (None, None, RopeScaling("linear", 8.0), None),
+    }
     config = dataclasses.replace(PRESETS["tiny"], **changes)
     header = json.loads(json.dumps({"model": dataclasses.asdict(config)}))
     assert config_of(RUN, header) == config

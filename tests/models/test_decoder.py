@@ -10,7 +10,7 @@ import pytest
 
 from te_jax import models
 from te_jax.layers import Router
-from te_jax.models import PRESETS, DecoderConfig, Experts, Factors, RopeScaling, apply, init, loss
+from te_jax.models import PRESETS, DecoderConfig, Experts, Factors, RopeScaling, Softcaps, apply, init, loss
 from te_jax.ops import Activation
 from te_jax.testing import relative_error
 
@@ -48,11 +48,15 @@ def numpy_logits(params, tokens, config, routed=None):
     half = config.head_dim // 2
     frequencies, magnitude = numpy_frequencies(config)
     factors = config.factors
+    softcaps = config.softcaps
     of_scores = config.head_dim**-0.5 if factors.scores is None else factors.scores
 
     def norm(x, scale):
         scale = scale + 1 if config.zero_centered_norms else scale
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
+
+    def capped(x, cap):
+        return x if cap is None else cap * np.tanh(x / cap)
 
     def rotate(vector, position):
         turned = (vector[:half] + 1j * vector[half:]) * magnitude * np.exp(1j * position * frequencies)
@@ -80,7 +84,7 @@ def numpy_logits(params, tokens, config, routed=None):
                 for t in range(len(x)):
                     seen = range(0 if window is None else max(t + 1 - window, 0), t + 1)
                     scores = np.array([rotate(query[t], t) @ rotate(key[s], s) for s in seen])
-                    weights = np.exp(of_scores * scores)
+                    weights = np.exp(capped(of_scores * scores, softcaps.scores))
                     beside = np.exp(layer["sinks"][head]) if config.attention_sinks else 0
                     mixed.append(weights @ value[seen] / (weights.sum() + beside))
                 heads.append(np.stack(mixed))
@@ -93,7 +97,8 @@ def numpy_logits(params, tokens, config, routed=None):
             y = np.stack([mlp(token, layer, config) for token in h])
             x = x + factors.residual * (y if config.norms == "before" else norm(y, layer["mlp_post_norm"]))
         head = params["embedding"].T if config.tied_head else params["head"]
-        sequences.append(norm(x, params["final_norm"]) @ head / factors.logits_divisor)
+        logits = norm(x, params["final_norm"]) @ head / factors.logits_divisor
+        sequences.append(capped(logits, softcaps.logits))
     return np.stack(sequences)
 
 
@@ -177,7 +182,7 @@ ALL = {
     **{"window": (1, 3), "rope_scaling": SCALED["yarn"], "activation": CLIPPED, "attention_sinks": True},
     **{"attention_biases": ("query", "key", "value", "out"), "qk_norm": True, "zero_centered_norms": True},
     **{"scaled_embedding": True, "tied_head": True, "factors": Factors(2.0, 0.5, 0.3, 3.0)},
-    "norms": "both",
+    **{"norms": "both", "softcaps": Softcaps(0.7, 2.0)},
 }
 # "all" and "experts" have every variant.
 VARIANTS = {
@@ -350,6 +355,8 @@ def test_deeper_decoders_have_no_more_generators_to_compile():
         ({"rope_scaling": 8.0}, "rope_scaling is 8.0: it needs to be a te_jax.models.RopeScaling"),
         ({"rope_scaling": RopeScaling("yarn", 2.0, 32), "rope_theta": 1.0}, "rope_theta is 1.0: with yarn"),
         ({"factors": 2.0}, "factors is 2.0: it needs to be a te_jax.models.Factors"),
+        ({"softcaps": 30.0}, "softcaps is 30.0: it needs to be a te_jax.models.Softcaps"),
+        ({"softcaps": Softcaps(50.0), "attention": "fa3"}, "softcaps.scores is 50.0 and attention 'fa3', which has no"),
         ({"activation": "swish"}, "activation is 'swish'; it must be one of"),
         ({"attention_biases": ("gate",)}, r"attention_biases is \('gate',\): .* out of \('query'"),
         ({"attention_biases": "query"}, "attention_biases is 'query'"),

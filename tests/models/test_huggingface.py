@@ -26,6 +26,7 @@ from te_jax.models import (
     FolderError,
     Lora,
     RopeScaling,
+    Softcaps,
     TensorParallel,
     apply,
     config_from_hf,
@@ -54,7 +55,7 @@ BLOCKS = BlockScaling().quantization("kernel")
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 # And these name tensors, or describe themselves, in ways of their own.
-WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3", "gemma3")
+WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3", "gemma2", "gemma3")
 
 load = functools.cache(lambda name: from_hf(HF / name))
 jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
@@ -100,7 +101,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2", "phi3", "gemma2", "gemma3"])
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -582,6 +583,16 @@ HUB = {
         7_298_617_344,
         {"norms": "after", "qk_norm": "projection", "attention_biases": ()},
     ),
+    "gemma-2-2b": (
+        _UNBIASED
+        | {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "head_dim": 256}
+        | {"final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 2304}
+        | {"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 9216, "max_position_embeddings": 8192}
+        | {"num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256}
+        | {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000},
+        2_614_341_888,
+        {"window": (4096, None) * 13, "softcaps": Softcaps(50.0, 30.0), "norms": "both"},
+    ),
     "gemma-3-1b-it": (
         _UNBIASED
         | {"model_type": "gemma3_text", "attn_logit_softcapping": None, "cache_implementation": "hybrid"}
@@ -721,7 +732,7 @@ def _yarn(**changes):
         ("phi3", {"quantization_config": BLOCK_FP8}, "quantization_config is given, and te_jax.models reads a phi3 in"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
         ("phi3", {"num_key_value_heads": 1}, r"qkv_proj.weight has shape \(64, 32\), .* asks for \(48, 32\)"),
-        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, and te_jax.models knows None"),
+        ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0, and te_jax.models knows None"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0: it needs to be above 0"),
         ("gemma3", {"sliding_window": None}, "sliding_window is missing"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),

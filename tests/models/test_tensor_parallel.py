@@ -21,6 +21,7 @@ from te_jax.models import (
     Experts,
     Factors,
     RopeScaling,
+    Softcaps,
     TensorParallel,
     apply,
     init,
@@ -47,7 +48,7 @@ ALL_VARIANTS = {
     **{"window": 5, "rope_scaling": RopeScaling("yarn", factor=4.0, original_length=8), "qk_norm": True},
     **{"activation": Activation("silu", alpha=1.7, limit=0.5, offset=1.0), "attention_sinks": True},
     **{"attention_biases": ("query", "key", "value", "out"), "zero_centered_norms": True, "scaled_embedding": True},
-    **{"tied_head": True, "norms": "both", "factors": Factors(2.0, 0.5, 0.3, 3.0)},
+    **{"tied_head": True, "norms": "both", "softcaps": Softcaps(0.7, 2.0), "factors": Factors(2.0, 0.5, 0.3, 3.0)},
 }
 
 # Nearly all of the time goes into compiling.
@@ -193,10 +194,14 @@ def test_devices_that_share_parameters_in_fp8(case, rng, mesh_of):
     assert_same(found, expected, 1e-6 if jax.default_backend() == "cpu" else 5e-3)
 
 
-def test_devices_that_share_a_sequence_take_no_sinks(rng, mesh_of):
-    config, mesh = dataclasses.replace(CONFIG, attention_sinks=True), mesh_of(context=2, tensor=1)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"attention_sinks": True}, "attention_sinks is True"), ({"softcaps": Softcaps(9.0)}, "softcaps.scores is 9.0")],
+)
+def test_devices_that_share_a_sequence_take_no_sinks_and_no_caps(changes, words, rng, mesh_of):
+    config, mesh = dataclasses.replace(CONFIG, **changes), mesh_of(context=2, tensor=1)
     parallel = TensorParallel(1, batch_axes=("context",), context_axis="context")
-    with pytest.raises(ValueError, match=r"config.attention_sinks is True, which devices that share a sequence"):
+    with pytest.raises(ValueError, match=f"config.{words}, which devices that share a sequence"):
         jax.eval_shape(parallel_loss(mesh, config, parallel), random_params(config, rng), *random_batch(config, rng))
 
 

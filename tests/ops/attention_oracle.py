@@ -29,11 +29,13 @@ def random_runs(rng, length, count):
     return np.repeat(np.arange(count), lengths)
 
 
-def attention(query, key, value, mask, *, bias=None, sinks=None, scale=None):
+def attention(query, key, value, mask, *, bias=None, sinks=None, scale=None, softcap=None):
     """(output [B, T, N, H], log-sum-exp [B, T, N]) in the dtype of query, of operands as in `te_jax.ops.attention`."""
     heads, group = query.shape[2], query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         scores = scores + jnp.broadcast_to(bias, scores.shape)
     mask = jnp.broadcast_to(jnp.asarray(mask)[:, None], scores.shape)

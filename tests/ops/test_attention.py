@@ -78,17 +78,17 @@ def keys_of(options):
     return T if "max_segments_per_seq" in options else S
 
 
-def by_oracle(arguments, mask, cotangents, scale=None):
+def by_oracle(arguments, mask, cotangents, scale=None, softcap=None):
     """(output, finite log-sum-exp) and gradients of the oracle in float64, as NumPy arrays."""
     with jax.enable_x64(True):
         wide, dy = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), (arguments, cotangents))
-        return jax.tree.map(np.asarray, _oracle_step(wide, mask, dy, scale))
+        return jax.tree.map(np.asarray, _oracle_step(wide, mask, dy, scale, softcap))
 
 
-@functools.partial(jax.jit, static_argnames="scale")
-def _oracle_step(arguments, mask, cotangents, scale):
+@functools.partial(jax.jit, static_argnames=("scale", "softcap"))
+def _oracle_step(arguments, mask, cotangents, scale, softcap):
     def run(arguments):
-        out, lse = oracle.attention(**arguments, mask=mask, scale=scale)
+        out, lse = oracle.attention(**arguments, mask=mask, scale=scale, softcap=softcap)
         return out, finite(lse)
 
     results, vjp = jax.vjp(run, arguments)
@@ -140,6 +140,22 @@ def test_a_sequence_of_too_many_segments_is_nan(implementation, rng):
     for found in jax.jit(lambda arguments: ops.attention(**arguments, **options, causal=True))(arguments):
         assert np.isnan(found[2]).all()
         assert np.isfinite(found[:2]).all()
+
+
+@IMPLEMENTATIONS
+def test_soft_caps_of_scores(implementation, rng):
+    """Before the bias, which may hide keys."""
+    hidden = (rng.random((T, S)) < 0.2) & (np.arange(S) > 0)
+    arguments, dout = draw(rng, kv_heads=2), normal(rng, B, T, 4, H)
+    options = {"scale": 0.7, "softcap": 0.5}
+    run = functools.partial(ops.attention, bias=np.where(hidden, -np.inf, 0.0).astype(np.float32), **options)
+    found, (own,) = results_and_gradients(
+        lambda arguments: run(**arguments, implementation=implementation), (arguments,), dout
+    )
+    (expected, _), gradients = by_oracle(arguments, ~hidden[None], (dout, np.zeros((B, T, 4))), **options)
+    assert_close(found, expected, dtype="float32")
+    for leaf, wanted in zip(*map(jax.tree.leaves, (own, gradients)), strict=True):
+        assert_close(leaf, wanted, dtype="float32")
 
 
 @IMPLEMENTATIONS
@@ -393,13 +409,14 @@ def test_batch_dimensions_of_vmap_become_one(rng):
         ({"dtype": "float32"}, r"^query has dtype float32, and cuDNN takes bfloat16 and float16: cast"),
         ({"head_dim": 320}, r"^query has a head_dim of 320.*up to 256"),
         ({"head_dim": 100}, r"^query has a head_dim of 100.*multiples of 8"),
+        ({"softcap": 50.0}, r"^softcap is 50.0, and cuDNN has none"),
     ],
-    ids=["dtype", "large heads", "odd heads"],
+    ids=["dtype", "large heads", "odd heads", "softcap"],
 )
 def test_scores_on_a_gpu_are_limited(change, message):
     """XLA would hold 8.6 GB of them."""
     query = jax.ShapeDtypeStruct((1, 8192, 32, change.get("head_dim", 128)), change.get("dtype", "bfloat16"))
-    run = functools.partial(ops.attention, causal=True)
+    run = functools.partial(ops.attention, causal=True, softcap=change.get("softcap"))
     with pytest.raises(
         ValueError, match=message + ".*8589934592 bytes, more than max_score_bytes=1073741824: raise it"
     ):
@@ -429,6 +446,7 @@ def test_named_cudnn_is_not_for_cpus(rng):
         ({}, PACKED, None),
         ({"dtype": "float32"}, {}, "FlashAttention 3 takes bfloat16 and float16"),
         ({"head_dim": 100}, {}, "a head_dim of 100.*multiples of 8 up to 256"),
+        ({}, {"softcap": 50.0}, "softcap is 50.0, and FlashAttention 3 is called without"),
         ({"s": S}, {}, None),
         ({"s": S}, {"causal": True}, "12 tokens and key 20.*from the end with causal=True"),
         ({"batch": 0}, {}, "no empty arrays"),
@@ -552,6 +570,7 @@ def test_problems_of_cudnn(shapes, options, message, monkeypatch):
         ({"window": True, "causal": True}, r"^window is True"),
         ({"causal": 1}, r"^causal is 1; it must be True or False"),
         ({"scale": float("nan")}, r"^scale is nan"),
+        ({"softcap": 0.0}, r"^softcap is 0.0; it must be a finite number above 0"),
         ({"max_score_bytes": -1}, r"^max_score_bytes is -1"),
         (
             {"segment_ids": jnp.zeros((B, T), jnp.int32)},

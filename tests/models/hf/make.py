@@ -62,6 +62,14 @@ CONFIGS = {
     ),
     "olmo2": hf.Olmo2Config(**SHAPE, **NO_TOKENS),
     "phi3": hf.Phi3Config(**SHAPE | {"head_dim": 8}, sliding_window=5, **NO_TOKENS),
+    "gemma2": hf.Gemma2Config(
+        **SHAPE,
+        sliding_window=5,
+        query_pre_attn_scalar=9,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        **NO_TOKENS,
+    ),
     "gemma3": hf.Gemma3TextConfig(
         **SHAPE | {"num_hidden_layers": 3},
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
