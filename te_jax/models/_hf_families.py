@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors, Rope, Softcaps
 from te_jax.models.safetensors import FolderError, quoted, shown
 from te_jax.reference.activation import Activation
+
+Arguments: TypeAlias = dict[str, Any]
+"""Some of those of a DecoderConfig, by their names."""
 
 UNUSED = (
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
@@ -199,7 +202,7 @@ def describe(family: Family, config: DecoderConfig) -> dict[str, object]:
     }
 
 
-def _common(fields: Fields) -> dict[str, Any]:
+def _common(fields: Fields) -> Arguments:
     hidden, heads = (fields.take(name, kind=int) for name in ("hidden_size", "num_attention_heads"))
     act = fields.take("hidden_activation", "hidden_act", kind=str, default="silu")
     # The first Gemma's files say "gelu" and mean its approximation.
@@ -220,7 +223,7 @@ def _common(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _rope(fields: Fields) -> dict[str, Any]:
+def _rope(fields: Fields) -> Arguments:
     """The base of rotary wavelengths and how they are stretched: of rope_parameters, or of older fields."""
     given = fields.take("rope_parameters", "rope_scaling", kind=dict, default={})
     own = Fields(given, f"{fields._path}, of rotary positions", fields._ignore)
@@ -276,12 +279,12 @@ def _describe_length(scaling: RopeScaling | None) -> dict[str, int]:
     return {"max_position_embeddings": round(scaling.original_length * scaling.factor)}
 
 
-def _window(fields: Fields) -> dict[str, Any]:
+def _window(fields: Fields) -> Arguments:
     """The window of all blocks."""
     return {"window": fields.take("sliding_window", kind=int, default=None)}
 
 
-def _windows(fields: Fields, used: bool = True, every: int | None = None) -> dict[str, Any]:
+def _windows(fields: Fields, used: bool = True, every: int | None = None) -> Arguments:
     """The window of all blocks, or of each; without layer_types every so many blocks one has none."""
     width = fields.take("sliding_window", kind=int, default=None)
     kinds = fields.take("layer_types", kind=list, default=None)
@@ -292,8 +295,9 @@ def _windows(fields: Fields, used: bool = True, every: int | None = None) -> dic
     if kinds is None:
         if count > _MOST_LAYERS:
             raise fields.error(f"num_hidden_layers is {count}, and te_jax.models knows at most {_MOST_LAYERS}")
-        slides = [i >= first if every is None else (i + 1) % max(every, 1) != 0 for i in range(count)]
-        kinds = [("full", "sliding")[each] + "_attention" for each in slides]
+        kinds = [("full", "sliding")[i >= first] + "_attention" for i in range(count)]
+        if every is not None:
+            kinds = [("full", "sliding")[(i + 1) % max(every, 1) != 0] + "_attention" for i in range(count)]
     if not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
         raise fields.error("layer_types names others than full_attention and sliding_attention")
     if len(kinds) != count:
@@ -315,7 +319,7 @@ def _describe_windows(config: DecoderConfig) -> dict[str, object]:
     return {"sliding_window": next(iter(widths), None), "layer_types": kinds}
 
 
-def _router(fields: Fields, *, count: tuple[str, ...], normalize: bool, biases: bool = False) -> dict[str, Any]:
+def _router(fields: Fields, *, count: tuple[str, ...], normalize: bool, biases: bool = False) -> Arguments:
     num_experts = fields.take(*count, kind=int)
     top_k = fields.take("num_experts_per_tok", "experts_per_token", kind=int)
     weight = fields.take("router_aux_loss_coef", kind=(float, int), default=0.0)
@@ -338,7 +342,7 @@ def _describe_router(config: DecoderConfig, count: str = "num_local_experts") ->
 # Families
 
 
-def _llama(fields: Fields) -> dict[str, Any]:
+def _llama(fields: Fields) -> Arguments:
     fields.expect("mlp_bias", False)
     fields.expect("rope_interleaved", False)
     return {"attention_biases": ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()}
@@ -351,7 +355,7 @@ _GRANITE = {
 """Fields of Granite's config.json, and those of Factors."""
 
 
-def _granite(fields: Fields) -> dict[str, Any]:
+def _granite(fields: Fields) -> Arguments:
     number: dict[str, Any] = {"kind": (float, int), "default": 1.0}
     found = {ours: fields.take(theirs, **number) for theirs, ours in _GRANITE.items()}
     return _llama(fields) | {"factors": Factors(**found)}
@@ -362,14 +366,14 @@ def _describe_granite(config: DecoderConfig) -> dict[str, object]:
     return _describe_biases(config) | found
 
 
-def _phi3(fields: Fields) -> dict[str, Any]:
+def _phi3(fields: Fields) -> Arguments:
     for name in ("resid_pdrop", "embd_pdrop"):
         fields.expect(name, 0.0)
     fields.take("original_max_position_embeddings", kind=int, default=None)  # which longrope alone reads
     return _window(fields)
 
 
-def _olmo2(fields: Fields) -> dict[str, Any]:
+def _olmo2(fields: Fields) -> Arguments:
     return _llama(fields) | {"norms": "after", "qk_norm": "projection"}
 
 
@@ -377,7 +381,7 @@ def _describe_biases(config: DecoderConfig) -> dict[str, object]:
     return {"attention_bias": bool(config.attention_biases)}
 
 
-def _qwen2(fields: Fields) -> dict[str, Any]:
+def _qwen2(fields: Fields) -> Arguments:
     fields.expect("use_mrope", False)
     used = fields.take("use_sliding_window", kind=bool, default=False)
     return {"attention_biases": _BIASES} | _windows(fields, used)
@@ -388,19 +392,19 @@ def _describe_qwen(config: DecoderConfig) -> dict[str, object]:
     return windows | {"use_sliding_window": windows["sliding_window"] is not None}
 
 
-def _qwen3(fields: Fields) -> dict[str, Any]:
+def _qwen3(fields: Fields) -> Arguments:
     used = fields.take("use_sliding_window", kind=bool, default=False)
     return _normalized(fields) | _windows(fields, used)
 
 
-def _smollm3(fields: Fields) -> dict[str, Any]:
+def _smollm3(fields: Fields) -> Arguments:
     used = fields.take("use_sliding_window", kind=bool, default=False)
     if used and fields.look("layer_types") is None:
         raise fields.error("layer_types is missing")
     return _llama(fields) | _windows(fields, used)
 
 
-def _rope_of_smollm3(fields: Fields) -> dict[str, Any]:
+def _rope_of_smollm3(fields: Fields) -> Arguments:
     rope, count = _rope(fields), fields.look("num_hidden_layers")
     every = fields.take("no_rope_layer_interval", kind=int, default=4)
     given = fields.take("no_rope_layers", kind=list, default=None)  # 0 for a block without
@@ -419,12 +423,12 @@ def _describe_smollm3(config: DecoderConfig) -> dict[str, object]:
     return _describe_qwen(config) | _describe_biases(config) | {"no_rope_layers": rotated}
 
 
-def _normalized(fields: Fields) -> dict[str, Any]:
+def _normalized(fields: Fields) -> Arguments:
     biases = ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()
     return {"qk_norm": True, "attention_biases": biases}
 
 
-def _gemma(fields: Fields) -> dict[str, Any]:
+def _gemma(fields: Fields) -> Arguments:
     fields.expect("use_bidirectional_attention", None, False)
     biases = ATTENTION if fields.take("attention_bias", kind=bool, default=False) else ()
     return {"zero_centered_norms": True, "scaled_embedding": True, "attention_biases": biases}
@@ -434,7 +438,7 @@ _NUMBER: dict[str, Any] = {"kind": (int, float), "default": None}
 _BASE: dict[str, Any] = {"kind": (int, float), "default": 10_000.0}
 
 
-def _gemma2(fields: Fields) -> dict[str, Any]:
+def _gemma2(fields: Fields) -> Arguments:
     fields.take("cache_implementation", kind=str, default=None)
     scalar = fields.take("query_pre_attn_scalar", kind=(int, float))
     if scalar <= 0:
@@ -451,12 +455,12 @@ def _describe_gemma2(config: DecoderConfig) -> dict[str, object]:
     return _describe_biases(config) | _describe_windows(config) | found
 
 
-def _gemma3(fields: Fields) -> dict[str, Any]:
+def _gemma3(fields: Fields) -> Arguments:
     fields.expect("attn_logit_softcapping", None)  # which transformers does not read
     return _gemma2(fields) | {"qk_norm": True}
 
 
-def _blocks_of_gemma3(fields: Fields) -> dict[str, Any]:
+def _blocks_of_gemma3(fields: Fields) -> Arguments:
     """Windows, and rotary positions: blocks with a window have others than those without."""
     if fields.look("sliding_window") is None:
         raise fields.error("sliding_window is missing")
@@ -487,7 +491,7 @@ def _describe_gemma3(config: DecoderConfig) -> dict[str, object]:
     return _describe_gemma2(config) | found
 
 
-def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+def _qwen3_moe(fields: Fields) -> Arguments:
     fields.expect("decoder_sparse_step", 1)
     fields.expect("mlp_only_layers", [], None)
     normalize = fields.take("norm_topk_prob", kind=bool, default=False)
@@ -507,7 +511,7 @@ def _describe_qwen3_moe(config: DecoderConfig) -> dict[str, object]:
     return _describe_biases(config) | window | experts | more
 
 
-def _gpt_oss(fields: Fields) -> dict[str, Any]:
+def _gpt_oss(fields: Fields) -> Arguments:
     for name in ("initial_context_length", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta"):
         fields.take(name, kind=(float, int), default=None)  # which rope_parameters say again
     limit = fields.take("swiglu_limit", kind=(float, int), default=7.0)
@@ -638,11 +642,11 @@ class Family(NamedTuple):
 
     model_type: str
     architecture: str
-    read: Callable[[Fields], dict[str, Any]]
+    read: Callable[[Fields], Arguments]
     describe: Callable[[DecoderConfig], dict[str, object]]
     defaults: dict[str, Any] = {}  # noqa: RUF012, nobody writes to it
     experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
-    rope: Callable[[Fields], dict[str, Any]] = _rope
+    rope: Callable[[Fields], Arguments] = _rope
     joined: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 
 

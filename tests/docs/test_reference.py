@@ -43,7 +43,9 @@ def test_there_are_no_entries_of_other_modules():
 _OF_LINEN = {"parent", "name"}
 
 # A class has at most 23, but this one is a record: the shape of a model, a field for each way in which families differ.
-_MOST_OF_A_CLASS = {"DecoderConfig": 28}
+_MOST_OF_A_CLASS = {"DecoderConfig": 31}
+# A function has at most 16, but attention takes each way in which libraries of attention differ.
+_MOST_OF_A_FUNCTION = {"attention": 17}
 
 
 def parameters(value):
@@ -58,7 +60,8 @@ def test_signatures_are_short(module):
     for name in public.__all__:
         value = getattr(public, name)
         if inspect.isclass(value) or inspect.isroutine(value):
-            assert len(parameters(value)) <= (_MOST_OF_A_CLASS.get(name, 23) if inspect.isclass(value) else 16), name
+            most = _MOST_OF_A_CLASS.get(name, 23) if inspect.isclass(value) else _MOST_OF_A_FUNCTION.get(name, 16)
+            assert len(parameters(value)) <= most, name
 
 
 def test_an_entry_that_is_missing_would_be_found():
