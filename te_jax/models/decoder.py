@@ -244,7 +244,7 @@ def apply_head(
       head: of the hidden states [batch, time, hidden_size] and the output head's kernel [hidden_size, vocab_size], such
         as `te_jax.ops.linear_token_loss` with what it needs besides. With `parallel` the kernel is this device's part,
         which `vocab_axis=parallel.axis_name` says to it. Where there is a `config.softcaps.logits`, head caps logits
-        itself, as with `te_jax.ops.Softmax(logit_softcap=…)`.
+        itself, as with the `logit_softcap` of `te_jax.ops.Softmax`.
 
     Returns:
       What head returns.
