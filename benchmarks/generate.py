@@ -7,8 +7,8 @@ Implementations: `te_jax` (kernels in bfloat16), `te_jax_block` (blocks of 128 v
 (`model.generate` of the same shape in bfloat16, with its defaults) and `transformers_static` (with its cache of a fixed
 size, which torch compiles for).
 
-No time is reported for te_jax where fewer than 98% of the tokens are most likely, within 1/64 of the largest logit, for
-`te_jax.models.apply` after the ones before: its logits are rounded to bfloat16, and many are equal.
+No time is reported for te_jax where fewer than 95% of the tokens are most likely, within 1/64 of the largest logit, for
+`te_jax.models.apply` by XLA alone after the ones before: its logits are rounded to bfloat16, and many are equal.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ RECIPES = {"te_jax": None, "te_jax_block": BlockScaling()}
 PEERS = ("transformers", "transformers_static")
 IMPLEMENTATIONS = (*RECIPES, *PEERS)
 
-_LEAST_AGREEMENT = 0.98
+_LEAST_AGREEMENT = 0.95
 
 
 def run_case(case: shapes.GenerateShape, implementations: Sequence[str], timing: Timing) -> CaseResult:
@@ -87,11 +87,12 @@ def _checked(name: str, tokens: np.ndarray, _: Any, *, case: shapes.GenerateShap
 
     @jax.jit
     def agreement_of(params: Params, whole: jax.Array, tokens: jax.Array) -> jax.Array:
-        logits = models.apply(params, whole, config)[:, case.prompt - 1 :].astype(jnp.float32)
+        logits = models.apply(params, whole, config, implementation="reference")
+        logits = logits[:, case.prompt - 1 :].astype(jnp.float32)
         largest, own = jnp.max(logits, axis=-1), jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         return jnp.mean(own >= largest - jnp.abs(largest) / 64)
 
-    # Of two texts: logits of all tokens are many.
+    # Two texts are checked: the logits of 64 would take 36 GB.
     agreement = float(agreement_of(_params(_config(case)), whole[:2], jnp.asarray(tokens[:2])))
     if agreement >= _LEAST_AGREEMENT:
         return {"difference": 1 - agreement}, None

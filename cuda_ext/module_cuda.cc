@@ -42,7 +42,10 @@ nb::list PeerAccess() {
     nb::list row;
     for (int j = 0; j < count; ++j) {
       int can = i == j;
-      if (i != j && cudaDeviceCanAccessPeer(&can, i, j) != cudaSuccess) can = 0;
+      if (i != j && cudaDeviceCanAccessPeer(&can, i, j) != cudaSuccess) {
+        static_cast<void>(cudaGetLastError());
+        can = 0;
+      }
       row.append(can != 0);
     }
     rows.append(row);

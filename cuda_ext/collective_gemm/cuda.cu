@@ -172,15 +172,17 @@ class CudaCall {
 
   std::atomic<int>* Readers() { return &resources_->readers; }
 
-  // Errors here have occurred before, and were reported.
+  // Errors here have occurred before, and were reported; `Check` leaves none to the next call.
   void Synchronize() {
-    static_cast<void>(cudaStreamSynchronize(main_));
+    static_cast<void>(Check(cudaStreamSynchronize(main_), "cudaStreamSynchronize"));
     if (resources_ == nullptr) return;
     for (const cudaStream_t stream : {resources_->copy, resources_->side}) {
-      static_cast<void>(cudaStreamSynchronize(stream));
+      static_cast<void>(Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize"));
     }
   }
-  void SynchronizeEvent(void* event) { static_cast<void>(cudaEventSynchronize(static_cast<cudaEvent_t>(event))); }
+  void SynchronizeEvent(void* event) {
+    static_cast<void>(Check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize"));
+  }
 
  private:
   cudaStream_t StreamOf(Stream stream) const {

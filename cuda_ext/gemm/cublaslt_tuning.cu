@@ -179,16 +179,6 @@ class Scratch {
   Arrays arrays_{};
 };
 
-// Other threads may be capturing graphs, which this thread's allocations must not disturb.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 struct Candidate {
   explicit Candidate(Choice choice) : choice(choice) {}
 
@@ -232,7 +222,7 @@ Choice FastestAlgorithm(cublasLtHandle_t handle, const std::vector<std::unique_p
   for (const auto& plan : plans) algorithms += plan->algorithms();
   Choice fastest;
   if (algorithms < 2) return fastest;
-  const RelaxedCapture relaxed;
+  const RelaxedCapture relaxed;  // other threads may be recording graphs, which allocations here must not disturb
   if (const Stream stream = MakeStream()) {
     const Scratch scratch(plans.front()->key(), stream.get());
     std::vector<Candidate> candidates;

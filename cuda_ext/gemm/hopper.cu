@@ -19,13 +19,12 @@ Status CopyAccumulator(cudaStream_t stream, const Problem& problem) {
 
 Status Run(cudaStream_t stream, const Problem& problem) {
   if (problem.m == 0 || problem.n == 0) return Status::Ok();
+  const bool in_blocks = problem.scaling == Scaling::kBlock;
+  if (in_blocks && HasFewRows(problem.batch.count, problem.m, problem.n)) return RunFewRows(stream, problem);
   if (problem.d_type == Type::kFloat32 && problem.accumulator != nullptr && problem.accumulator != problem.d) {
     if (Status status = CopyAccumulator(stream, problem); !status.ok()) return status;
   }
-  if (problem.scaling == Scaling::kBlock) {
-    const bool few_rows = HasFewRows(problem.batch.count, problem.m, problem.n);
-    return few_rows ? RunFewRows(stream, problem) : RunBlock(stream, problem);
-  }
+  if (in_blocks) return RunBlock(stream, problem);
   return problem.fast_accumulation ? RunFast(stream, problem) : RunPromoted(stream, problem);
 }
 

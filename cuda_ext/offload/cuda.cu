@@ -91,13 +91,14 @@ Status CopyInOrder(const Executor& executor, void* to, const void* from, int64_t
   return Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, executor.stream), "cudaMemcpyAsync");
 }
 
-// A failure here is not of this call, and was reported or will be. A lane that XLA records for a graph has begun
-// nothing, and to wait for it is an error, which XLA would find before its next call.
+// A failure here is not of this call, and was reported or will be. The call may have failed while XLA recorded a graph:
+// a lane that is recorded has begun nothing, and an error must not be left, which XLA would find before its next call.
 void Settle() {
   int device = 0;
   if (!Check(cudaGetDevice(&device), "cudaGetDevice").ok()) return;
   const Lanes* const lanes = lanes_of_devices.Find(device);
   if (lanes == nullptr) return;
+  const RelaxedCapture relaxed;
   for (const cudaStream_t stream : lanes->streams) {
     cudaStreamCaptureStatus recorded = cudaStreamCaptureStatusNone;
     if (!Check(cudaStreamIsCapturing(stream, &recorded), "cudaStreamIsCapturing").ok()) continue;

@@ -20,6 +20,7 @@ from te_jax._core.types import E4M3, PyTree
 from te_jax.models import _hf_families as families
 from te_jax.models import adapters, decoder
 from te_jax.models._hf_families import Tensor
+from te_jax.models._hf_fields import UNUSED
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
 from te_jax.models.safetensors import (
     FolderError,
@@ -196,7 +197,7 @@ def to_hf(
     if config.lora is not None:
         raise ValueError("config has lora, and adapters are no part of such a model: call merge_adapters before")
     check_dtype(dtype)
-    if unknown := (fields or {}).keys() - families.UNUSED:
+    if unknown := (fields or {}).keys() - UNUSED:
         raise ValueError(f"fields has {quoted(*unknown)}: give what says nothing of parameters, such as eos_token_id")
     if like is None:
         family = families.family_of(config)

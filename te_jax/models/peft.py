@@ -21,7 +21,8 @@ import numpy as np
 
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.models import _hf_families as families
-from te_jax.models._hf_families import Fields, Tensor
+from te_jax.models._hf_families import Tensor
+from te_jax.models._hf_fields import Fields
 from te_jax.models.adapters import split_adapters
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Lora, Params
 from te_jax.models.huggingface import FLOATS, arrays_of, check_dtype

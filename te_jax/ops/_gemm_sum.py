@@ -17,7 +17,7 @@ from te_jax._core.types import BLOCK, FP8_ALIGNMENT
 from te_jax.ops.gemm_product import GemmSpec, allowed_dtype, rule_of, shard_multiples, sharded_gemm
 
 _PREFIXES = ("", "second_", "third_")
-"""Of the names of te_gemm_sum's operands, pair by pair."""
+"""What the operands of te_gemm_sum are called, before "a", "b" and their scales: one for each pair."""
 
 
 def sharded_sum(specs: tuple[GemmSpec, ...], dtype: np.dtype, pairs: Sequence[Mapping[str, Array]]) -> Array:

@@ -187,7 +187,7 @@ def _momentum(
     *,
     nesterov: bool,
 ) -> tuple[Array, Array, Array | None]:
-    """Of a parameter: float16 matrices [count, m, n], divided by their largest magnitudes; momentum; and bounds."""
+    """Float16 matrices [count, m, n], each divided by its largest magnitude, and the next momentum and bounds."""
     dtype = np.promote_types(gradient.dtype, np.float32)
     decay, one_minus, correction, correction_next = step.astype(dtype)
     g = _moments.clipped(gradient.astype(dtype), mu.dtype)
