@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from te_jax._core.types import PyTree
 from te_jax.cli import _processes
 from te_jax.cli._options import Devices
 from te_jax.cli._state import TrainState
@@ -165,6 +166,26 @@ def memory_of(devices: Sequence[Any]) -> int:
     """Bytes that one of these devices may use: a GPU's limit in JAX, or this host's memory divided by the devices."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+
+
+def places_of(devices: Sequence[Any], config: DecoderConfig) -> PyTree:
+    """Where devices that share a decoder while it generates have each of its parameters. Each has some columns of every
+    expert, and not some experts, which XLA would gather.
+
+    Raises:
+      UserError: so many do not divide the decoder.
+    """
+    mesh, count = Mesh(np.asarray(devices), (_TENSOR_AXIS,), axis_types=(AxisType.Auto,)), len(devices)
+    try:
+        specs = param_specs(config, TensorParallel(count, axis_name=_TENSOR_AXIS, expert_axes=()))
+    except ValueError as error:
+        raise UserError(f"--tp is {count}: {error}") from error
+    if config.experts is not None:
+        if config.mlp_size % count:
+            raise UserError(f"--tp is {count}: mlp_size is {config.mlp_size}, which {count} does not divide")
+        columns, rows = PartitionSpec(None, None, _TENSOR_AXIS), PartitionSpec(None, _TENSOR_AXIS)
+        specs["layers"] = [layer | {"gate": columns, "up": columns, "down": rows} for layer in specs["layers"]]
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def build_placement(devices: Sequence[Any], asked: Devices, config: DecoderConfig, named: str) -> Placement:

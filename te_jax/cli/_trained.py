@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native, optim
 from te_jax.cli import _config, _placement, _run_folder, _text
@@ -47,13 +50,20 @@ class Trained(NamedTuple):
     seq_len: int | None = None
 
 
-def of_run(path: Path | None, dtype: jax.typing.DTypeLike, *, adapters_alone: bool = False) -> Trained:
-    """The model of a run at its last checkpoint, on one device.
+def of_run(
+    path: Path | None,
+    dtype: jax.typing.DTypeLike,
+    *,
+    adapters_alone: bool = False,
+    devices: Sequence[Any] | None = None,
+) -> Trained:
+    """The model of a run at its last checkpoint.
 
     Args:
       path: the folder; None for the latest of runs/train-….
       dtype: of the parameters.
       adapters_alone: params are the adapters, which otherwise are merged.
+      devices: those that share the parameters; None for one that has all.
 
     Raises:
       UserError: there is no run, or no checkpoint of it, or it has no adapters where they are asked for.
@@ -61,11 +71,12 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike, *, adapters_alone: bo
     path = _run_folder.newest_path("--run") if path is None else path
     header = _run_folder.read_header(path, "--run")
     config, options = _config.config_of(path, header), header["options"]
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place),
-        jax.eval_shape(lambda: decoder.init(config, jax.random.key(0))),
-    )
+    shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    if devices is None or config.lora is not None:  # adapters are small
+        places = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+    else:
+        places = _placement.places_of(devices, config)
+    like = jax.tree.map(lambda shape, place: jax.ShapeDtypeStruct(shape.shape, dtype, sharding=place), shapes, places)
     folder = options.get("from_")
     folder = Path(folder) if folder is not None and Path(folder).is_dir() else None
     if config.lora is None:
@@ -85,7 +96,7 @@ def of_run(path: Path | None, dtype: jax.typing.DTypeLike, *, adapters_alone: bo
             )
         step, params = _params_of(path, split_adapters(like)[0], options)
         if not adapters_alone:
-            config, params = merge_adapters(config, join_adapters(params, of_folder(folder, dtype).params))
+            config, params = _merged(config, params, of_folder(folder, dtype, devices=devices).params)
     seq_len = options.get("seq_len") if options.get("from_") is None else None
     return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}", seq_len)
 
@@ -107,14 +118,30 @@ def _params_of(path: Path, like: Any, options: dict[str, Any]) -> tuple[int, Any
     return step, jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), exact, like)
 
 
-def of_folder(path: Path, dtype: jax.typing.DTypeLike, *, keep_fp8: bool = False, lora: Path | None = None) -> Trained:
-    """A model of Hugging Face, on one device.
+def _merged(config: DecoderConfig, adapters: Any, params: Any) -> tuple[DecoderConfig, Any]:
+    """Parameters with their adapters in them, which go where these lie."""
+    place = jax.tree.leaves(params)[0].sharding
+    if isinstance(place, NamedSharding):
+        adapters = jax.device_put(adapters, NamedSharding(place.mesh, PartitionSpec()))
+    return merge_adapters(config, join_adapters(adapters, params))
+
+
+def of_folder(
+    path: Path,
+    dtype: jax.typing.DTypeLike,
+    *,
+    keep_fp8: bool = False,
+    lora: Path | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Trained:
+    """A model of Hugging Face.
 
     Args:
       path: the folder.
       dtype: of the parameters.
       keep_fp8: leave kernels in FP8 that are so, where their products run here; the config then has their recipe.
       lora: a folder of PEFT's adapters, which are merged; kernels are then in no FP8.
+      devices: those that share the parameters; None for one that has all.
 
     Raises:
       UserError: the folder holds none that te_jax reads, or has no tokenizer; or adapters are not those of the model.
@@ -125,12 +152,14 @@ def of_folder(path: Path, dtype: jax.typing.DTypeLike, *, keep_fp8: bool = False
         with contextlib.suppress(native.NativeUnavailableError):
             fp8_implementation(None, "block_1x128", unsupported("block_1x128"), by_xla=False)
             recipe = BlockScaling()
+    shardings = None if devices is None else functools.partial(_placement.places_of, devices)
+    options: Any = {"param_dtype": dtype, "shardings": shardings, "keep_fp8": recipe is not None}
     with _config.reading(path):
-        config, params = from_hf(path, param_dtype=dtype, keep_fp8=recipe is not None, recipe=recipe)
+        config, params = from_hf(path, recipe=recipe, **options)
     if lora is not None:
         with _config.reading(lora):
             config, adapters = from_peft(lora, config)
-        config, params = merge_adapters(config, join_adapters(adapters, params))
+        config, params = _merged(config, adapters, params)
     return Trained(config, params, tokenizer, path, str(path))
 
 

@@ -58,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", type=_options.path, metavar="DIR", help="with --from: folder of PEFT's adapters, added to the model"
     )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs, or CPU devices, that share the model: each has a part of its heads, widths and vocabulary (1)",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="tokens to add at most (100)")
     parser.add_argument(
         "--temperature",
@@ -107,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed is {args.seed}: it must lie between 0 and {2**32 - 1}")
-    for name in ("samples", "batch"):
+    for name in ("samples", "batch", "tp"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}: it must be at least 1")
     if (args.prompt is None) == (args.prompts is None):
@@ -115,11 +122,12 @@ def run(args: argparse.Namespace) -> int:
     if args.lora is not None and args.from_ is None:
         raise UserError(f"--lora {args.lora} has adapters of a model of Hugging Face: add --from DIR")
     records = [{"prompt": _text_to_continue(args.prompt)}] if args.prompts is None else _records_of(args.prompts)
+    devices = _placement.take_devices(_options.Devices(tp=args.tp))[: args.tp] if args.tp > 1 else None
     dtype = _trained.dtype_of(args.dtype)
     if args.from_ is None:
-        trained = _trained.of_run(args.run, dtype)
+        trained = _trained.of_run(args.run, dtype, devices=devices)
     else:
-        trained = _trained.of_folder(args.from_, dtype, keep_fp8=True, lora=args.lora)
+        trained = _trained.of_folder(args.from_, dtype, keep_fp8=True, lora=args.lora, devices=devices)
     tokenizer = _trained.tokenizer_of(trained)
     prompts = [
         list(record["prompt"].encode()) if tokenizer is None else tokenizer.prompt(record["prompt"])
@@ -134,11 +142,12 @@ def run(args: argparse.Namespace) -> int:
     rows, longest = 1 if args.prompts is None else args.batch, max(map(len, prompts))
     time = longest if args.prompts is None else -(-longest // _BUCKET) * _BUCKET
     vectors = 2 * rows * config.num_layers * config.num_kv_heads * (time + max(args.max_new_tokens, 0))
-    needed, present = vectors * config.head_dim * dtype.itemsize, _placement.memory_of(jax.devices()[:1])
+    devices = devices or jax.devices()[:1]
+    needed, present = vectors * config.head_dim * dtype.itemsize, _placement.memory_of(devices) * len(devices)
     if needed > present:
         raise UserError(
             f"--max-new-tokens is {args.max_new_tokens}: keys and values of as many tokens take "
-            f"{needed / 2**30:,.2f} GiB, and the device has {present / 2**30:,.2f} GiB: choose a smaller number"
+            f"{needed / 2**30:,.2f} GiB, and there are {present / 2**30:,.2f} GiB: choose a smaller number"
         )
     run = functools.partial(_generated, args, trained.params, config, stop)
 

@@ -113,6 +113,13 @@ class Cache(NamedTuple):
         shape = (batch, length, heads.key_value, heads.head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
+    @classmethod
+    def of(cls, key: Array, value: Array, length: int) -> Cache:
+        """A cache of these tokens, the first ones, and of others up to `length`; it lies as they do."""
+        time = key.shape[1]
+        key, value = (jnp.pad(x, [(0, 0), (0, length - time), (0, 0), (0, 0)]) for x in (key, value))
+        return cls(key, value, jnp.full((), time, jnp.int32))
+
     def positions(self, time: int) -> Array:
         """int32 [time] or [batch, time]: those of the next tokens."""
         counted = lax.broadcasted_iota(jnp.int32, (*self.filled.shape, time), self.filled.ndim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeVar
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
+from te_jax import sharding
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax._core.types import PyTree
 from te_jax.ops.operands import as_array
@@ -182,8 +185,7 @@ def sample(
         return _drawn(logits, inputs.temperature, inputs.top_p, inputs.top_k, key)
 
     def ends(tokens: Array) -> Array:
-        stop = jnp.array(options.stop, jnp.int32)
-        return jnp.isin(tokens, stop) if options.stop else jnp.zeros(tokens.shape, bool)
+        return functools.reduce(jnp.logical_or, (tokens == stop for stop in options.stop), jnp.zeros_like(tokens, bool))
 
     def unfinished(carried: tuple[PyTree, ...]) -> Array:
         _, done, *_, ended = carried
@@ -196,21 +198,38 @@ def sample(
         found = found.with_row(done, token, keep(x, logits, token), ~ended)
         return found, done + 1, token, caches, ended | ends(token)
 
-    read = run(inputs.prompt, caches, inputs.lengths)
+    lengths = inputs.lengths
+    if lengths is not None and sharding.is_explicit(inputs.prompt):
+        place = jax.typeof(inputs.prompt).sharding
+        lengths = jax.reshard(lengths, NamedSharding(place.mesh, PartitionSpec(place.spec[0])))
+    read = run(inputs.prompt, caches, lengths)
     # How many tokens are filled is one number for prompts of one length.
-    x, logits, caches = jax.tree.map(lambda y: jnp.repeat(y, options.samples, axis=0) if y.ndim else y, read)
+    x, logits, caches = jax.tree.map(lambda y: _repeated(y, options.samples) if y.ndim else y, read)
     token = chosen(logits, jnp.int32(0))
-    row = token, keep(x, logits, token), jnp.ones(token.shape, bool)
-    empty = jax.tree.map(lambda part: jnp.zeros((part.shape[0], options.count, *part.shape[1:]), part.dtype), row)
-    found = _Found(*empty).with_row(jnp.int32(0), *row)
+    row = token, keep(x, logits, token), jnp.ones_like(token, bool)
+    others = options.count - 1
+    found = _Found(
+        *jax.tree.map(lambda part: jnp.pad(part[:, None], [(0, 0), (0, others), *[(0, 0)] * (part.ndim - 1)]), row)
+    )
     found, done, token, *_ = lax.while_loop(unfinished, step, (found, jnp.int32(1), token, caches, ends(token)))
     return jnp.where(jnp.arange(options.count) < done, found.tokens, token[:, None]), found.kept, found.counts
+
+
+def _repeated(x: Array, count: int) -> Array:
+    """Each row of x [batch, ...] `count` times, one after the other."""
+    batch, *rest = x.shape
+    rows = jnp.broadcast_to(jnp.expand_dims(x, 1), (batch, count, *rest))
+    alike = [(size,) for size in rest]
+    return sharding.regrouped(rows, [(batch, count), *alike], [(batch * count,), *alike])
 
 
 def _drawn(logits: Array, temperature: Array, top_p: Array, top_k: Array, key: Array) -> Array:
     """Tokens drawn from the most likely ones of float32 logits [batch, V]."""
     # By rank and not by a smallest logit, which several tokens may have.
-    ranks = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    if sharding.is_explicit(logits):  # no device can sort a part of a row
+        place = jax.typeof(logits).sharding
+        logits = jax.reshard(logits, NamedSharding(place.mesh, PartitionSpec(place.spec[0])))
+    ranks = jnp.zeros_like(logits, jnp.int32) + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     negated, tokens = lax.sort((-logits, ranks), dimension=1, num_keys=1, is_stable=True)
     # The largest becomes 0 before the division, which may overflow.
     likely = (negated[:, :1] - negated) / temperature

@@ -67,7 +67,11 @@ def generate(
 
     The prompt runs through the decoder at once, and then each token by itself, with keys and values of those before it
     in a cache [batch, time + max_new_tokens, kv_heads, head_dim] of each block. Parameters in bfloat16 are read in half
-    the time of float32 ones. They may be split over devices by `jax.sharding`, which XLA then divides the work over.
+    the time of float32 ones.
+
+    Parameters may be split over devices by `jax.sharding`, as `te_jax.models.param_specs` says, and prompts by their
+    batch: kernels and caches stay where they are, and for each token devices exchange some features of it. Split
+    experts by their columns, and not by their number, for which they would be gathered.
 
     With a recipe kernels are quantized once, before the prompt, and each token reads a byte for each of their values.
     With `CurrentScaling` a text depends on the others of its batch, which share its scales.
@@ -141,17 +145,16 @@ def _generate(
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
     params = _quantized_once(params, config, implementation)
-    batch, time = inputs.prompt.shape
-    caches = [Cache.empty(batch, time + options.count, config.heads, config.dtype) for _ in range(config.num_layers)]
+    room = inputs.prompt.shape[1] + options.count
 
-    def run(tokens: Array, caches: list[Cache], lengths: Array | None) -> tuple[Array, Array, list[Cache]]:
-        return _run(params, tokens, caches, config, implementation, lengths)
+    def run(tokens: Array, caches: list[Cache] | None, lengths: Array | None) -> tuple[Array, Array, list[Cache]]:
+        return _run(params, tokens, caches, room, config, implementation, lengths)
 
     def keep(x: Array, logits: Array, tokens: Array) -> Array | None:
         # linear_log_probs of hidden states rounds as a trainer's head does.
         return None if softmax is None else x
 
-    tokens, states, counts = sampling.sample(run, caches, options, inputs, keep)
+    tokens, states, counts = sampling.sample(run, None, options, inputs, keep)
     if softmax is None:
         return tokens, None
     counted = jnp.where(counts, tokens, softmax.ignore_index)
@@ -185,42 +188,47 @@ def _last(x: Array, lengths: Array | None) -> Array:
 def _run(
     params: Params,
     tokens: Array,
-    caches: list[Cache],
+    caches: list[Cache] | None,
+    room: int,
     config: DecoderConfig,
     implementation: Implementation | None,
-    lengths: Array | None = None,
+    lengths: Array | None,
 ) -> tuple[Array, Array, list[Cache]]:
     """The last hidden states [batch, hidden] and logits [batch, V] in float32 after the last of tokens [batch, time],
-    or of as many as lengths [batch] say, and the caches with them. Several tokens are the first ones."""
+    or of as many as lengths [batch] say, and the caches with them. Without caches the tokens are the first ones, and
+    get caches with room for as many."""
     (batch, time), filled = tokens.shape, []
     # Scales of an amax and a capacity of experts would count the rows that are added.
     by_row = config.experts is None and not kernel_facts(config).by_tensor
-    padding = [(0, -batch % _ROW_MULTIPLE if time == 1 and by_row else 0)]
+    padding = [(0, -batch % _ROW_MULTIPLE if caches is not None and by_row else 0)]
 
     def padded(x: Array) -> Array:
         return jnp.pad(x, padding + [(0, 0)] * (x.ndim - 1))
 
-    positions = caches[0].positions(time)
+    positions = jnp.arange(time, dtype=jnp.int32) if caches is None else caches[0].positions(time)
     positions = positions if positions.ndim == 1 else padded(positions)
     rotary = rotary_of(positions, config)
     x = tensor_parallel.embed(params["embedding"], padded(tokens), config, None)
-    for layer, cache, window, rope in zip(params["layers"], caches, config.windows, config.ropes, strict=True):
+    blocks = zip(params["layers"], caches or [None] * config.num_layers, config.windows, config.ropes, strict=True)
+    for layer, cache, window, rope in blocks:
 
         def attend(
             query: Array,
             key: Array,
             value: Array,
             sinks: Array | None,
-            cache: Cache = cache,
+            cache: Cache | None = cache,
             window: int | None = window,
         ) -> Array:
             options: Any = {"window": window, "sinks": sinks, "scale": config.factors.scores}
             options |= {"softcap": config.softcaps.scores, "implementation": config.attention}
-            query, key, value = query[:batch], key[:batch], value[:batch]
-            mixed, after = attend_cached(query, key, value, cache, **options)
-            filled.append(after if lengths is None else after._replace(filled=lengths))
-            # Without a mask for those that are not there yet, which cuDNN would have to read.
-            return ops.attention(query, key, value, causal=True, **options) if time > 1 else padded(mixed)
+            if cache is None:
+                after = Cache.of(key, value, room)
+                filled.append(after if lengths is None else after._replace(filled=lengths))
+                return ops.attention(query, key, value, causal=True, **options)
+            mixed, after = attend_cached(query[:batch], key[:batch], value[:batch], cache, **options)
+            filled.append(after)
+            return padded(mixed)
 
         x, _ = Block(layer, None, config, None, implementation)(x, rotary[rope], attend)
     x = final_norm(params["final_norm"], config, implementation)(_last(x[:batch], lengths), None)[:, 0]

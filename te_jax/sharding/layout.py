@@ -102,10 +102,11 @@ def take_rows(table: Array, indices: Array) -> Array:
     """table[indices] [*indices, columns], as `jnp.take` gives it: -1 is the last row, and what is out of bounds is NaN.
     Split as the indices are."""
     indices = as_int32(indices)  # JAX adds the number of rows to negative indices in their own dtype
-    if not is_explicit(indices):
+    if not is_explicit(indices, table):
         return jnp.take(table, indices, axis=0)
-    sharding = jax.typeof(indices).sharding
-    out = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    on_mesh = is_explicit(indices)
+    mesh = jax.typeof(indices if on_mesh else table).sharding.mesh
+    out = NamedSharding(mesh, PartitionSpec(*(jax.typeof(indices).sharding.spec if on_mesh else ()), None))
     return table.at[indices].get(mode="fill", out_sharding=out)
 
 

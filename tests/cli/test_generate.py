@@ -13,6 +13,7 @@ from runs import plan_of
 
 from te_jax import models, ops
 from te_jax.cli import _step, _trained, main, train
+from te_jax.layers import Router
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
 
@@ -117,6 +118,20 @@ def test_kernels_in_fp8_stay_so(tmp_path, capfdbinary):
             codes = np.asarray(params["layers"][0][name].transposed)
             assert np.array_equal(frozen[name].transposed, codes) == kept
             assert np.array_equal(frozen[name].data, codes.T) == kept
+
+
+@pytest.mark.parametrize("experts", [None, models.Experts(3, Router(top_k=2))], ids=["dense", "experts"])
+def test_devices_that_share_a_model_continue_as_one(experts, tmp_path, capfdbinary):
+    """Three experts are not divided by their number."""
+    config = dataclasses.replace(models.PRESETS["nano"], num_layers=1, num_kv_heads=2, experts=experts)
+    models.to_hf(tmp_path / "hf", config, jax.jit(models.init, static_argnums=0)(config, jax.random.key(0)))
+    argv = ["generate", "x", "--from", str(tmp_path / "hf"), "--max-new-tokens", "6", "--dtype", "float32"]
+    assert main.main(argv) == main.main([*argv, "--tp", "2"]) == 0
+    alone, shared = capfdbinary.readouterr().out.splitlines()
+    assert alone == shared
+    for count, sentence in (("3", b"--tp is 3: parallel.size is 3: num_heads is 2, which"), ("99", b"--tp 99 is more")):
+        assert main.main([*argv, "--tp", count]) == 2
+        assert sentence in capfdbinary.readouterr().err
 
 
 def test_prompts_of_a_file_are_lines_of_json_with_log_probabilities(folder, capsys, tmp_path):

@@ -2,17 +2,21 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from te_jax import ops
+from te_jax.hlo import collectives
 from te_jax.layers import Router
 from te_jax.layers.sampling import _drawn
-from te_jax.models import PRESETS, Experts, apply, apply_head, generate, init
+from te_jax.models import PRESETS, Experts, TensorParallel, apply, apply_head, generate, init, param_specs
 from te_jax.models.config import ATTENTION, MLP
 from te_jax.recipe import BlockScaling, DelayedScaling
 
@@ -244,6 +248,39 @@ def test_prompts_of_one_token_may_have_lengths(params):
     run = jax.jit(functools.partial(generate, config=CONFIG, max_new_tokens=2))
     one = np.array([[1], [2], [3]], np.int32)
     np.testing.assert_array_equal(run(params, one, lengths=np.ones(3, np.int32)), run(params, one))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, AxisType.Explicit),
+        ({"recipe": BlockScaling()}, AxisType.Auto),
+        ({"recipe": BlockScaling()}, AxisType.Explicit),
+    ],
+    ids=["plain, Explicit", "FP8, Auto", "FP8, Explicit"],
+)
+def test_devices_that_share_kernels_leave_them_where_they_are(changes, kind, rng):
+    """No token makes devices exchange more than some features of it. Others have other prompts, or all of them all."""
+    sizes = {"hidden_size": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "mlp_size": 256}
+    config = dataclasses.replace(CONFIG, **sizes, **changes)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+    specs = param_specs(config, TensorParallel(2))
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    params, tokens = jit_init(config=config, key=jax.random.key(1)), rng.integers(0, 256, (2, 5), np.int32)
+    # Of one token each time.
+    options = {"temperature": 1.0, "top_k": 1, "key": jax.random.key(2), "samples": 2, "lengths": np.int32([5, 3])}
+    run = jax.jit(functools.partial(generate, config=config, max_new_tokens=6, return_log_probs=True, **options))
+    wanted, expected = run(params, tokens)
+    given = jax.device_put(tokens, NamedSharding(mesh, P("data"))) if changes else tokens
+    operands = jax.device_put(params, places), given
+    with jax.set_mesh(mesh):
+        compiled = run.lower(*operands).compile()
+    found, log_probs = compiled(*operands)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_allclose(log_probs, expected, atol=1e-5)
+    in_loop = [collective for collective in collectives(compiled) if collective.times != 1]
+    assert any(collective.kind == "all-reduce" for collective in in_loop)
+    assert max(math.prod(part.shape) for collective in in_loop for part in collective.payload) <= 4 * 256
 
 
 @pytest.mark.parametrize("experts", [False, True])
