@@ -106,10 +106,11 @@ def _short_of(plan: Plan, reason: str) -> str:
     flags = [] if plan.config.remat else ["--remat"]
     flags += [] if options.precision.optimizer_state == "fp8" else ["--optimizer-state fp8"]
     flags += [] if len(options.memory.offloaded) == 2 else ["--offload activations,optimizer"]
+    fsdp = ", --fsdp" if plan.placement.replicas > 1 else ""
     return (
         f"{options.model.named} with --batch {data.batch} and --seq-len {data.seq_len} is out of memory "
         f"({reason}): choose a smaller --preset, --batch or --seq-len, or "
-        f"{', '.join([*flags, 'a larger --microbatches or --tp'])}"
+        f"{', '.join([*flags, f'a larger --microbatches{fsdp} or --tp'])}"
     )
 
 

@@ -206,8 +206,8 @@ class Devices(_Group):
     )
     fsdp: int | None = _option(
         None,
-        "devices that share the parameters: each has a part of every one, and of the batch (as many as fit the model "
-        "and divide the devices)",
+        "devices that share the parameters: each has a part of every one, and of the batch (as many of a host as "
+        "fit the model and divide its devices)",
         type=int,
         metavar="N",
     )

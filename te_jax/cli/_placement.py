@@ -1,5 +1,6 @@
 """The devices of a training run, and where they have each of its arrays."""
 
+import collections
 import contextlib
 import math
 import os
@@ -214,13 +215,30 @@ def describe(placement: Placement, asked: Devices, config: DecoderConfig) -> str
     line = f"{len(devices)} {devices[0].platform} devices: replicas {replicas}, fsdp {fsdp}, tp {asked.tp}"
     line += f", transport {asked.transport}" * (asked.tp > 1)
     line += f", each window by {asked.cp}" * (asked.cp > 1)
-    if replicas > 1 and asked.replicas is None and asked.fsdp is None and asked.cp == 1:
-        line += f" (fsdp {replicas * fsdp} does not fit: {_misfit(len(devices), replicas * fsdp, asked, config)})"
+    if replicas > 1 and _is_open(asked):
+        problem, per_host = _misfit(len(devices), replicas * fsdp, asked, config), _devices_per_host(devices)
+        if problem is not None:
+            line += f" (fsdp {replicas * fsdp} does not fit: {problem})"
+        elif per_host < len(devices):
+            line += f" (each host has all parameters: --fsdp {replicas * fsdp} shares them between hosts)"
     return line
 
 
+def _is_open(asked: Devices) -> bool:
+    """Whether how many devices share the parameters is for te-jax to decide."""
+    return asked.replicas is None and asked.fsdp is None and asked.cp == 1
+
+
+def _devices_per_host(devices: Sequence[Any]) -> int:
+    """Devices of each host, where all hosts have equally many; else all of them."""
+    hosts = _processes.hosts()
+    counts = collections.Counter(hosts[device.process_index] for device in devices)
+    return next(iter(counts.values())) if len(set(counts.values())) == 1 else len(devices)
+
+
 def _fsdp_size(devices: Sequence[Any], asked: Devices, config: DecoderConfig, named: str) -> int:
-    """The largest of the sizes that fit the devices, the model and what is asked for."""
+    """The largest of the sizes that fit the devices, the model and what is asked for; by default within a host, since
+    parameters travel for each microbatch, and sums of gradients once a step."""
     count, platform = len(devices), devices[0].platform
     if count % asked.tp:
         sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
@@ -232,7 +250,8 @@ def _fsdp_size(devices: Sequence[Any], asked: Devices, config: DecoderConfig, na
     dividing = [size for size in range(1, groups + 1) if groups % size == 0]
     fitting = {size: groups // size for size in dividing if not _misfit(count, size, asked, config)}
     size_asked = asked.cp if asked.cp > 1 else asked.fsdp
-    for fsdp in sorted(fitting, reverse=True):
+    in_host = [size for size in fitting if _devices_per_host(devices) % (size * asked.tp) == 0]
+    for fsdp in sorted(in_host if in_host and _is_open(asked) else fitting, reverse=True):
         if size_asked in (None, fsdp) and asked.replicas in (None, fitting[fsdp]):
             return fsdp
     wanted = size_asked or max(1, groups // (asked.replicas or 1))

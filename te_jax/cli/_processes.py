@@ -6,15 +6,18 @@ process nothing here does anything. Process 0 holds the run's folder and prints;
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from te_jax._core.terminal import reason_of
 from te_jax.cli.errors import UserError
 
-__all__ = ["Vote", "count", "from_first", "index", "is_first", "joined", "leave"]
+__all__ = ["Vote", "count", "from_first", "hosts", "index", "is_first", "joined", "leave"]
 
 _VARIABLES = (
     ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
@@ -70,6 +73,13 @@ def from_first(make: Callable[[], _T]) -> _T:
         _store().key_value_set(key, json.dumps(made))
         return made
     return json.loads(_store().blocking_key_value_get(key, _FOREVER_MS))
+
+
+@functools.cache
+def hosts() -> list[int]:
+    """The host of each process, which goes by the number of its first process."""
+    every = _of_all("host", _host()) if _count > 1 else [""]
+    return [every.index(each) for each in every]
 
 
 class Vote:
@@ -231,8 +241,7 @@ def _say_that_it_waits() -> None:
 def _divide_gpus() -> None:
     """Processes that see the same GPUs take equal parts of them."""
     visible = _visible_gpus()
-    _store().key_value_set(f"te_jax/gpus/{_index}", visible)
-    every = [_store().blocking_key_value_get(f"te_jax/gpus/{each}", _FOREVER_MS) for each in range(_count)]
+    every = _of_all("gpus", visible)
     sharing = [each for each in range(_count) if every[each] == visible]
     gpus = len(visible.split())
     if not gpus or len(sharing) == 1 or jax.config.read("jax_cuda_visible_devices") != "all":
@@ -244,6 +253,20 @@ def _divide_gpus() -> None:
     part = gpus // len(sharing)
     first = sharing.index(_index) * part
     jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(first, first + part))))
+
+
+def _of_all(name: str, value: str) -> list[str]:
+    """What each process says of itself."""
+    _store().key_value_set(f"te_jax/{name}/{_index}", value)
+    return [_store().blocking_key_value_get(f"te_jax/{name}/{each}", _FOREVER_MS) for each in range(_count)]
+
+
+def _host() -> str:
+    """What only processes of this host have in common: containers of one have names of their own."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _visible_gpus() -> str:

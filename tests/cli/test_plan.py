@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 from parameters import in_turns
 from runs import defaults_of, plan_of, refused
 
-from te_jax.cli import _options, _placement, _plan, _report, _step
+from te_jax.cli import _options, _placement, _plan, _processes, _report, _step
 from te_jax.cli._config import config_of
 from te_jax.cli._options import Options
 from te_jax.cli._run_folder import StoredRun
@@ -152,6 +153,27 @@ def test_as_many_devices_as_fit_share_the_parameters(words, expected):
     batch, parts = plan.options.data.batch, plan.placement.replicas * plan.placement.fsdp
     windows = batch // (plan.placement.replicas if plan.options.mesh.cp > 1 else parts)
     assert plan.placement.windows.shard_shape((3, batch, 33)) == (3, windows, 33)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "replicas 4, fsdp 2, tp 1 (each host has all parameters: --fsdp 8 shares them between hosts)"),
+        ("--tp 2", "replicas 4, fsdp 1, tp 2, transport auto (each host has all parameters: --fsdp 4 shares them "
+         "between hosts)"),
+        ("--tp 4", "replicas 1, fsdp 2, tp 4, transport auto"),
+        ("--fsdp 8", "replicas 1, fsdp 8, tp 1"),
+        ("--cp 2", "replicas 4, fsdp 2, tp 1, each window by 2"),
+    ],
+)  # fmt: skip
+def test_the_devices_of_a_host_share_the_parameters(words, expected, monkeypatch):
+    """Of four hosts with two processes of a device each: the hosts of eight processes, and devices of as many."""
+    monkeypatch.setattr(_processes, "hosts", lambda: [0, 0, 2, 2, 4, 4, 6, 6])
+    devices = [types.SimpleNamespace(process_index=index, platform="gpu") for index in range(8)]
+    asked, config = options_of(words).mesh, PRESETS["tiny"]
+    fsdp = _placement._fsdp_size(devices, asked, config, "--preset tiny")
+    placement = types.SimpleNamespace(devices=devices, replicas=8 // fsdp // asked.tp, fsdp=fsdp)
+    assert _placement.describe(placement, asked, config) == f"8 gpu devices: {expected}"
 
 
 def test_devices_are_all_that_there_are_unless_fewer_are_asked_for():
