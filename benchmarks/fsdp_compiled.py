@@ -88,7 +88,8 @@ def collectives(program: str) -> list[Collective]:
             kind = operation.removesuffix("-start")
             if kind in COLLECTIVES:
                 types = [(dtype, _size(dtype, shape)) for dtype, shape in _TYPE.findall(match["type"])]
-                if operation != kind and kind != "all-reduce":  # (operands, results)
+                # (operands, results), but for all-reduces before jax 0.11
+                if operation != kind and (kind != "all-reduce" or match["type"].startswith("((")):
                     types = types[: len(types) // 2] if kind == "reduce-scatter" else types[len(types) // 2 :]
                 parts = _group(rest) if operation == kind == "reduce-scatter" else 1
                 started = asynchronous or operation != kind

@@ -105,6 +105,8 @@ ENTRY %main {
   %all-gather.1 = (f8e4m3fn[8,4]{1,0}, f32[8,1]{1,0}) all-gather(%a, %b), channel_id=3
   %reduce-scatter.2 = bf16[4,4]{1,0} reduce-scatter(%z), replica_groups=mesh['fsdp'=2,'tensor'=2] {'tensor'}
   %reduce-scatter.3 = bf16[4,4]{1,0} reduce-scatter(%z), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %all-reduce-start.1 = ((bf16[16]{0}), bf16[16]{0}) all-reduce-start(%v), channel_id=5
+  %all-reduce-start.2 = bf16[16]{0} all-reduce-start(%v), channel_id=6
   ROOT %all-reduce.1 = f32[16]{0} all-reduce(%y), channel_id=4
 }
 """
@@ -116,6 +118,7 @@ def test_collectives_of_a_program():
         Collective("all-gather", "bf16", 3, 0, 3 * 2 * 32),
         Collective("all-gather", "f32", 0, 0, 4 * 8),  # the second result of one call
         Collective("all-gather", "f8e4m3fn", 0, 1, 32),
+        Collective("all-reduce", "bf16", 2, 0, 2 * 2 * 16),
         Collective("all-reduce", "f32", 0, 1, 4 * 16),
         Collective("reduce-scatter", "bf16", 0, 2, 2 * 2 * 32),
         Collective("reduce-scatter", "f32", 1, 0, 4 * 32),
