@@ -42,7 +42,7 @@ class Router:
     """How the experts of a token are chosen and weighted.
 
     Attributes:
-      top_k, score, normalize, num_groups, top_groups, scaling_factor: as in `te_jax.ops.router`.
+      top_k, score, normalize, num_groups, top_groups, scaling_factor, top_of_group: as in `te_jax.ops.router`.
       weighted: "results" multiplies the results of experts by the weights; "inputs" multiplies x, as Llama 4 does.
       capacity: most tokens of an expert, from all devices together; None for all.
 
@@ -58,6 +58,7 @@ class Router:
     scaling_factor: float = 1.0
     weighted: Literal["results", "inputs"] = "results"
     capacity: int | None = None
+    top_of_group: int | None = None
 
     def __post_init__(self) -> None:
         if self.weighted not in ("results", "inputs"):

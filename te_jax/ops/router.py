@@ -43,6 +43,7 @@ def router(
     top_groups: int = 1,
     expert_bias: jax.typing.ArrayLike | None = None,
     scaling_factor: float = 1.0,
+    top_of_group: int | None = None,
 ) -> Routing:
     r"""Chooses `top_k` experts for every token, and their weights.
 
@@ -50,14 +51,15 @@ def router(
 
         c = s + expert_bias
         I = the top_k experts with the highest c, out of the top_groups groups with the highest sums of their
-            top_k / top_groups highest c
+            top_of_group highest c
         w = scaling_factor · s_I / Σ s_I        or  scaling_factor · s_I  without `normalize`
 
     A normalized softmax is the softmax of the chosen logits, as in Mixtral, Qwen3-MoE and gpt-oss. score="sigmoid" with
-    groups, bias and a scaling factor of 2.5 is DeepSeek-V3's router; with top_k=1 and normalize=False it is Llama-4's,
-    whose weights multiply the experts' inputs. All of it is computed in float32. If values of c are equal, the expert
-    with the lowest index is chosen; NaN counts as the highest. Scores and sums are those of the chosen experts in the
-    backward pass too: the choice and the bias have no gradient.
+    groups, bias and a scaling factor of 2.5 is DeepSeek-V3's router, and softmax with top_of_group=1, normalize=False
+    DeepSeek-V2's; sigmoid with top_k=1 and normalize=False is Llama-4's, whose weights multiply the experts' inputs.
+    All of it is computed in float32. If values of c are equal, the expert with the lowest index is chosen; NaN counts
+    as the highest. Scores and sums are those of the chosen experts in the backward pass too: the choice and the bias
+    have no gradient.
 
     Args:
       logits: [*tokens, experts], float32, bfloat16 or float16. Tokens may be split over devices; experts must not.
@@ -65,9 +67,10 @@ def router(
       score: "softmax" or "sigmoid".
       normalize: whether the weights of a token sum to `scaling_factor`.
       num_groups: number of groups of consecutive experts; divides the number of experts.
-      top_groups: number of groups that the experts of one token may come from; divides top_k.
+      top_groups: number of groups that the experts of one token may come from; divides top_k, or give top_of_group.
       expert_bias: [experts], any float dtype; see `update_expert_bias`. It moves the choice, not the weights.
       scaling_factor: factor of all weights.
+      top_of_group: number of experts of a group whose c are summed; None is top_k / top_groups.
 
     Returns:
       Routing(experts, weights). The gradient of the weights has the dtype of the logits.
@@ -88,7 +91,7 @@ def router(
     logits = _as_logits(logits)
     experts = logits.shape[-1]
     _validate_score(score)
-    _validate_groups(experts, top_k, num_groups, top_groups)
+    _validate_groups(experts, top_k, num_groups, top_groups, top_of_group)
     if not is_finite_number(scaling_factor):
         raise ValueError(f"scaling_factor is {scaling_factor!r}; it must be a finite number")
     if expert_bias is not None:
@@ -107,10 +110,11 @@ def router(
         int(num_groups),
         int(top_groups),
         float(scaling_factor),
+        int(top_k) // int(top_groups) if top_of_group is None else int(top_of_group),
     )
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7), inline=sharding.INLINE)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7, 8), inline=sharding.INLINE)
 def _router(
     logits: Array,
     expert_bias: Array | None,
@@ -120,6 +124,7 @@ def _router(
     num_groups: int,
     top_groups: int,
     scaling_factor: float,
+    top_of_group: int,
 ) -> Routing:
     # Scores saturate where logits still differ: without a bias and groups, which are about scores, logits decide.
     choice = lax.stop_gradient(logits).astype(jnp.float32)
@@ -129,7 +134,7 @@ def _router(
         bias = lax.stop_gradient(expert_bias).astype(jnp.float32)
         choice = choice + lax.expand_dims(bias, range(choice.ndim - 1))
     if top_groups < num_groups:
-        choice = _within_groups(choice, num_groups, top_groups, top_k // top_groups)
+        choice = _within_groups(choice, num_groups, top_groups, top_of_group)
     experts = lax.top_k(choice, top_k)[1].astype(jnp.int32)
 
     # Keeps logits and experts for the backward pass, rather than masks [*tokens, top_k, experts].
@@ -446,8 +451,9 @@ def _validate_experts(experts: Array) -> None:
         )
 
 
-def _validate_groups(experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
-    for name, value in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
+def _validate_groups(experts: int, top_k: int, num_groups: int, top_groups: int, top_of_group: int | None) -> None:
+    given = {"top_k": top_k, "num_groups": num_groups, "top_groups": top_groups}
+    for name, value in (given if top_of_group is None else given | {"top_of_group": top_of_group}).items():
         if not (is_whole_number(value) and value >= 1):
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     if top_k > experts:
@@ -456,8 +462,10 @@ def _validate_groups(experts: int, top_k: int, num_groups: int, top_groups: int)
         raise ValueError(f"num_groups is {num_groups}; it must divide the number of experts, {experts}")
     if top_groups > num_groups:
         raise ValueError(f"top_groups is {top_groups}; there are only {num_groups} groups")
-    if top_groups < num_groups and top_k % top_groups:
-        raise ValueError(f"top_groups is {top_groups}; it must divide top_k, {top_k}")
+    if top_groups < num_groups and top_of_group is None and top_k % top_groups:
+        raise ValueError(f"top_groups is {top_groups}; it must divide top_k, {top_k}, or give top_of_group")
+    if top_of_group is not None and top_of_group > experts // num_groups:
+        raise ValueError(f"top_of_group is {top_of_group}; a group has only {experts // num_groups} experts")
     if top_groups < num_groups and top_k > top_groups * (experts // num_groups):
         raise ValueError(
             f"top_k is {top_k}; {top_groups} groups of {experts // num_groups} experts have only "

@@ -25,6 +25,16 @@ def biases(rng):
     return jax.device_put((0.3 * rng.standard_normal(EXPERTS)).astype(np.float32))
 
 
+def deepseek_v2(logits):
+    scores = np.exp(logits) / np.exp(logits).sum()
+    groups = scores.reshape(4, -1)
+    allowed = np.argsort(-groups.max(axis=1))[:3]
+    masked = np.where(np.isin(np.arange(4), allowed)[:, None], groups, 0).reshape(-1)
+    experts = np.argsort(-masked)[:4]
+    return experts, 16 * scores[experts]
+
+
+DEEPSEEK_V2 = {"num_groups": 4, "top_groups": 3, "top_of_group": 1, "normalize": False, "scaling_factor": 16.0}
 # name: (options of router, function of one token's logits)
 MODELS = {
     "mixtral": ({"top_k": 2}, functools.partial(oracle.mixtral, k=2)),
@@ -32,6 +42,7 @@ MODELS = {
     "qwen2": ({"top_k": 4, "normalize": False}, functools.partial(oracle.qwen2, k=4)),
     "gpt-oss": ({"top_k": 4}, functools.partial(oracle.gpt_oss, k=4)),
     "llama4": ({"top_k": 1, "score": "sigmoid", "normalize": False}, oracle.llama4),
+    "deepseek-v2": ({"top_k": 4, **DEEPSEEK_V2}, deepseek_v2),
 }
 
 
@@ -267,6 +278,8 @@ REFUSED = {
     "top_groups": (lambda: ops.router(LOGITS, top_k=2, num_groups=2, top_groups=3), "there are only 2 groups"),
     "top_groups and top_k": (lambda: ops.router(LOGITS, top_k=3, num_groups=4, top_groups=2),
      "top_groups is 2; it must divide top_k, 3"),
+    "top_of_group": (lambda: ops.router(LOGITS, top_k=2, num_groups=4, top_of_group=3),
+     "top_of_group is 3; a group has only 2 experts"),
     "groups too small": (lambda: ops.router(LOGITS, top_k=4, num_groups=4), "1 groups of 2 experts have only 2"),
     "bias": (lambda: ops.router(LOGITS, top_k=2, expert_bias=jnp.zeros(4)), r"expert_bias has shape \(4,\)"),
     "factor": (lambda: ops.router(LOGITS, top_k=2, scaling_factor=np.inf), "scaling_factor is inf"),
