@@ -28,7 +28,7 @@ from te_jax.models import (
     config_from_hf,
     peft,
 )
-from te_jax.models.config import ATTENTION
+from te_jax.models.config import Latent
 from te_jax.models.safetensors import Tensors
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.quantized import facts_of_recipe
@@ -91,7 +91,7 @@ def build_config(options: Options, vocab_size: int | None = None) -> DecoderConf
 def _lora(lora: int | str, model: DecoderConfig) -> Lora | None:
     """Adapters of all kernels that can have one, or those of a folder."""
     if isinstance(lora, int):
-        return Lora(lora) if model.experts is None else Lora(lora, names=ATTENTION)
+        return Lora(lora, names=model.adaptable)
     with reading(lora):
         return peft.read(Path(lora), model)[0].lora
 
@@ -130,6 +130,8 @@ def config_of(path: Path, header: dict[str, Any]) -> DecoderConfig:
             fields["rope_scaling"] = [each and RopeScaling(**each) for each in scaling]
         if (lora := fields.get("lora")) is not None:
             fields["lora"] = Lora(**{**lora, "names": tuple(lora["names"])})
+        if (latent := fields.get("latent")) is not None:
+            fields["latent"] = Latent(**latent)
         if (factors := fields.get("factors")) is not None:
             fields["factors"] = Factors(**factors)
         if (softcaps := fields.get("softcaps")) is not None:

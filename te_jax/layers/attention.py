@@ -96,7 +96,8 @@ class Cache(NamedTuple):
     """Keys and values of the tokens so far.
 
     Attributes:
-      key, value: [batch, length, kv_heads, head_dim], with rotary positions.
+      key, value: [batch, length, kv_heads, head_dim], with rotary positions. Where value has no features, as
+        in a cache of latents, it is the first features of key.
       filled: int32, the number of tokens that are there; or [batch], of each sequence.
     """
 
@@ -119,6 +120,16 @@ class Cache(NamedTuple):
         time = key.shape[1]
         key, value = (jnp.pad(x, [(0, 0), (0, length - time), (0, 0), (0, 0)]) for x in (key, value))
         return cls(key, value, jnp.full((), time, jnp.int32))
+
+    def appended(self, key: Array, value: Array) -> Cache:
+        """The cache with new tokens behind those that are there."""
+        each = self.filled.ndim == 1
+        write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0 if each else 1)
+
+        def with_new(cached: Array, new: Array) -> Array:
+            return (jax.vmap(write) if each else write)(cached, sharding.Layout.of(cached).apply(new), self.filled)
+
+        return Cache(with_new(self.key, key), with_new(self.value, value), self.filled + key.shape[1])
 
     def positions(self, time: int) -> Array:
         """int32 [time] or [batch, time]: those of the next tokens."""
@@ -260,6 +271,7 @@ def attend_cached(
     *,
     window: int | None,
     sinks: Array | None = None,
+    value_dim: int | None = None,
     **options: Any,
 ) -> tuple[Array, Cache]:
     """Causal attention to the tokens that a cache holds and to these, with rotary positions.
@@ -268,17 +280,15 @@ def attend_cached(
       query, key, value: of new tokens, [batch, time, heads or kv_heads, head_dim].
       cache: of the tokens before them.
       window, sinks: see `te_jax.ops.attention`.
+      value_dim: how many features of key are its value, where value has none; see `Cache`.
       options: other arguments of it.
 
     Returns:
       ([batch, time, heads, head_dim], the cache with these tokens). With more tokens than the cache takes: NaN.
     """
     time, each = query.shape[1], cache.filled.ndim == 1
-    write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0 if each else 1)
-    keys, values = (
-        (jax.vmap(write) if each else write)(cached, sharding.Layout.of(cached).apply(new), cache.filled)
-        for cached, new in ((cache.key, key), (cache.value, value))
-    )
+    after = cache.appended(key, value)
+    keys, values = after.key, after.value if value_dim is None else after.key[..., :value_dim]
     # Causal masks of ops.attention count queries from 0, and these come after those of the cache.
     filled = cache.filled[:, None, None, None] if each else cache.filled
     shape = (*filled.shape[:2], time, keys.shape[1])
@@ -291,7 +301,7 @@ def attend_cached(
     keys_here, values_here = keys.astype(query.dtype), values.astype(query.dtype)
     mixed = ops.attention(query, keys_here, values_here, bias=bias, sinks=sinks, **options)
     fits = filled + time <= keys.shape[1]
-    return jnp.where(fits, mixed, jnp.nan), Cache(keys, values, cache.filled + time)
+    return jnp.where(fits, mixed, jnp.nan), after
 
 
 def _validate_cached(key: Array, settings: Settings, segment_ids: object, key_lengths: object, cache: Cache) -> None:

@@ -2,7 +2,7 @@
 
 from te_jax.layers.attention import RopeScaling
 from te_jax.models.adapters import join_adapters, merge_adapters, split_adapters
-from te_jax.models.config import PRESETS, DecoderConfig, Experts, Factors, Lora, Softcaps
+from te_jax.models.config import PRESETS, DecoderConfig, Experts, Factors, Latent, Lora, Softcaps
 from te_jax.models.decoder import (
     Losses,
     apply,
@@ -27,6 +27,7 @@ __all__ = [
     "Experts",
     "Factors",
     "FolderError",
+    "Latent",
     "Lora",
     "Losses",
     "RopeScaling",

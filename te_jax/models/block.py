@@ -18,10 +18,10 @@ from te_jax.layers import linear, mixture, norm, transformer_block
 from te_jax.layers.attention import rotary_tables, rotate, split_heads
 from te_jax.layers.gated_mlp import gated_mlp
 from te_jax.layers.tensor_parallel import TensorAxis
-from te_jax.models.config import MLP, DecoderConfig, Rope
+from te_jax.models.config import LATENT, MLP, DecoderConfig, Latent, Rope
 from te_jax.models.parallel import TensorParallel
 from te_jax.models.tensor_parallel import scaled
-from te_jax.quantized import Quantizable
+from te_jax.quantized import Quantizable, QuantizedArray
 from te_jax.recipe import DelayedScalingState
 from te_jax.reference.activation import Activation
 
@@ -48,12 +48,10 @@ class Block:
     config: DecoderConfig
     parallel: TensorParallel | None
     implementation: native.Implementation | None
+    reads_latents: bool = False  # whether keys and values are those of a cache of latents
 
     def __call__(
-        self,
-        x: Array,
-        rotary: tuple[Array, Array] | None,
-        attend: Callable[[Array, Array, Array, Array | None], Array],
+        self, x: Array, rotary: tuple[Array, Array] | None, attend: Callable[..., Array]
     ) -> tuple[Array, Balance | None]:
         """The residual stream after the block, and the balance of its experts.
 
@@ -61,11 +59,16 @@ class Block:
           x: the residual stream before it.
           rotary: cos and sin, of `te_jax.layers.attention.rotary_tables`; None for no rotary positions.
           attend: attention of query, key and value [batch, time, heads, head_dim], with the scores of sinks [heads].
-            It scales scores as `DecoderConfig.factors` says.
+            It scales scores as `DecoderConfig.factors` says. With latent attention a fifth argument are the latents
+            [batch, time, 1, rank + rope_dim] of the tokens. With `reads_latents` these are the key, whose first
+            features are the value.
         """
         config, balance = self.config, None
 
         def attention(x: Quantizable) -> Array:
+            if config.latent is not None:
+                mixed = self._latent_attention(x, config.latent, rotary, attend)
+                return self._branch("attention", self._to_stream(mixed.reshape(*mixed.shape[:2], -1), "out"))
             query, key, value = self._heads(x)
             if config.qk_norm:
                 query, key = self._normalized("query_norm", query), self._normalized("key_norm", key)
@@ -81,7 +84,7 @@ class Block:
 
         # Adapters and routers read values.
         recipes = transformer_block.Recipes(
-            None if self._is_adapted(*_QKV) else config.recipe,
+            None if self._is_adapted(*_QKV, *LATENT) else config.recipe,
             None if self._is_adapted(*MLP[:2]) or config.experts is not None else config.recipe,
         )
         of_attention = of_mlp = None
@@ -124,6 +127,61 @@ class Block:
             layers, heads = split_heads(layers, heads, self._tensor)
         ys = self._from_stream(x, dict(zip(_QKV, layers, strict=True)), [math.prod(sizes) for sizes in heads.features])
         return tuple(y.reshape(*y.shape[:2], -1, heads.head_dim) for y in ys)
+
+    def _latent_attention(
+        self,
+        x: Quantizable,
+        latent: Latent,
+        rotary: tuple[Array, Array] | None,
+        attend: Callable[..., Array],
+    ) -> Array:
+        """The values [batch, time, H, value_dim] that queries read: see `te_jax.models.Latent`."""
+        config, rank = self.config, latent.rank
+        unrotated = config.head_dim - latent.rope_dim
+        of_query, of_key_value = self._products(
+            x, "query" if latent.query_rank is None else "query_down", "key_value_down"
+        )
+        if latent.query_rank is not None:
+            (of_query,) = self._products(self._latent_norm("query_down_norm", of_query), "query_up")
+        query, query_rope = jnp.split(
+            of_query.reshape(*of_query.shape[:2], config.num_heads, -1), (unrotated,), axis=-1
+        )
+        latents = self._latent_norm("key_value_norm", of_key_value[..., :rank])
+        key_rope = of_key_value[:, :, None, rank:]
+        if rotary is not None:
+            query_rope, key_rope = (rotate(_paired(part), *rotary) for part in (query_rope, key_rope))
+        cached = jnp.concatenate([latents[:, :, None], key_rope], axis=-1)
+        if self.reads_latents:
+            # query · (c · kernel) is (query · kernel) · c: no key and no value is made of what is in the cache.
+            of_keys, of_values = jnp.split(self._key_value_kernel(latent, query.dtype), (unrotated,), axis=-1)
+            query = jnp.einsum("bthn,rhn->bthr", query, of_keys, preferred_element_type=jnp.float32)
+            query = jnp.concatenate([query.astype(query_rope.dtype), query_rope], axis=-1)
+            mixed = attend(query, cached, cached[..., :0], None)
+            values = jnp.einsum("bthr,rhv->bthv", mixed, of_values, preferred_element_type=jnp.float32)
+            return values.astype(mixed.dtype)
+        (both,) = self._products(latents, "key_value_up")
+        key, value = jnp.split(both.reshape(*both.shape[:2], config.num_heads, -1), (unrotated,), axis=-1)
+        key = jnp.concatenate([key, jnp.broadcast_to(key_rope, (*key.shape[:-1], latent.rope_dim))], axis=-1)
+        return attend(jnp.concatenate([query, query_rope], axis=-1), key, value, None, cached)
+
+    def _products(self, x: Quantizable, *names: str) -> tuple[Array, ...]:
+        """x [batch, time, in] times kernels [in, out], by their names."""
+        shapes = self.config.kernel_shapes
+        return self._from_stream(x, {name: self._layer(name) for name in names}, [shapes[name][1] for name in names])
+
+    def _latent_norm(self, name: str, x: Array) -> Array:
+        assert self.config.latent is not None
+        return rms_norm(self.params[name], self.config, self.implementation, self.config.latent.norm_eps)(x, None)
+
+    def _key_value_kernel(self, latent: Latent, dtype: jax.typing.DTypeLike) -> Array:
+        """key_value_up with its adapter, [rank, H, features]."""
+        kernel, name = self.params["key_value_up"], "key_value_up"
+        kernel = (kernel.dequantize() if isinstance(kernel, QuantizedArray) else kernel).astype(dtype)
+        if self._is_adapted(name):
+            assert self.config.lora is not None
+            a, b = (self.params[f"{name}_{part}"].astype(dtype) for part in "ab")
+            kernel += ops.dense(a, b * jnp.asarray(self.config.lora.scale, dtype))
+        return kernel.reshape(latent.rank, self.config.num_heads, -1)
 
     def _from_stream(self, x: Quantizable, layers: dict[str, linear.Layer], features: Sequence[int]):
         """A norm's result [batch, time, D] times kernels: [batch, time, features] for each, by name."""
@@ -172,7 +230,7 @@ class Block:
             self._layer("router"),
             (gate, up, down),
             experts.router,
-            expert_bias=None,
+            expert_bias=self.params.get("expert_bias"),
             dtype=config.dtype,
             options=mixture.Options(
                 Activation.of(config.activation),
@@ -189,7 +247,16 @@ class Block:
         if experts.z_weight:
             auxiliary += experts.z_weight * ops.router_z_loss(result.logits, token_axis=token_axes)
         counts = ops.expert_counts(chosen, experts.num_experts, token_axis=token_axes).astype(jnp.float32)
-        return result.y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
+        y = result.y
+        if experts.shared:
+            gate, up, down = (self._layer(f"shared_{name}") for name in MLP)
+            y += gated_mlp(x, gate, up, down, Activation.of(config.activation), **self._arithmetic)
+        return y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
+
+
+def _paired(x: Array) -> Array:
+    """Features (2i, 2i + 1) of x [..., features] in the places (i, i + features / 2), which `rotate` turns."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)
 
 
 def capped(logits: Array, config: DecoderConfig) -> Array:
@@ -201,9 +268,9 @@ def capped(logits: Array, config: DecoderConfig) -> Array:
 
 def rotary_of(positions: Array, config: DecoderConfig) -> dict[Rope | None, tuple[Array, Array] | None]:
     """cos and sin for the blocks that have such rotary positions."""
+    width = config.head_dim if config.latent is None else config.latent.rope_dim
     return {
-        rope: None if rope is None else rotary_tables(positions, config.head_dim, *rope)
-        for rope in dict.fromkeys(config.ropes)
+        rope: None if rope is None else rotary_tables(positions, width, *rope) for rope in dict.fromkeys(config.ropes)
     }
 
 
@@ -215,7 +282,9 @@ def final_norm(scale: Array, config: DecoderConfig, implementation: native.Imple
     return rms_norm(scale, config, implementation)
 
 
-def rms_norm(scale: Array, config: DecoderConfig, implementation: native.Implementation | None) -> Callable[..., Any]:
+def rms_norm(
+    scale: Array, config: DecoderConfig, implementation: native.Implementation | None, eps: float | None = None
+) -> Callable[..., Any]:
     """A norm of the decoder, of (x, residual or None): see `te_jax.layers.norm.normalize`."""
-    options = norm.Options("rms", config.norm_eps, config.zero_centered_norms, implementation)
+    options = norm.Options("rms", eps or config.norm_eps, config.zero_centered_norms, implementation)
     return functools.partial(norm.normalize, scale=scale, bias=None, dtype=config.dtype, options=options)

@@ -21,6 +21,9 @@ Params = dict[str, PyTree]
 ATTENTION = ("query", "key", "value", "out")
 """The names of a block's kernels around attention."""
 
+LATENT = ("query_down", "query_up", "key_value_down", "key_value_up")
+"""The names of kernels of latent attention, in the place of "query", "key" and "value"."""
+
 MLP = ("gate", "up", "down")
 """The names of a block's kernels that a mixture of experts has one of for each expert."""
 
@@ -29,12 +32,17 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The mixture of experts in the place of every MLP: see `te_jax.layers.moe`.
+    """The mixture of experts in the place of MLPs: see `te_jax.layers.moe`.
 
     Args:
       num_experts: MLPs of each block, of which a token meets `router.top_k`.
       router: how they are chosen.
       biases: whether the router and the experts add biases: `router_bias`, `gate_bias`, `up_bias` and `down_bias`.
+      choice_bias: whether there is an `expert_bias` [experts], which moves the choice of `te_jax.ops.router` and not
+        the weights. Its gradient is 0: `te_jax.ops.update_expert_bias` has its updates.
+      shared: experts that every token meets besides, as one MLP of this many times their width: `shared_gate`,
+        `shared_up` and `shared_down`.
+      dense_layers, dense_size: so many blocks, the first ones, have one MLP of this width in the place of experts.
       balance_weight: factor of each block's `te_jax.ops.load_balancing_loss` in `te_jax.models.loss`.
       z_weight: factor of each block's `te_jax.ops.router_z_loss` there.
 
@@ -47,6 +55,10 @@ class Experts:
     balance_weight: float = 1e-2
     z_weight: float = 0.0
     biases: bool = False
+    choice_bias: bool = False
+    shared: int = 0
+    dense_layers: int = 0
+    dense_size: int | None = None
 
     def __post_init__(self):
         if not isinstance(self.router, Router):
@@ -59,6 +71,17 @@ class Experts:
                 f"{self.router.top_k}"
             )
         object.__setattr__(self, "num_experts", int(self.num_experts))
+        for name in ("shared", "dense_layers"):
+            value = getattr(self, name)
+            if not is_whole_number(value) or value < 0:
+                raise ValueError(f"{name} is {value!r}: it needs to be a whole number of at least 0")
+            object.__setattr__(self, name, int(value))
+        size = self.dense_size
+        if (size is None) != (self.dense_layers == 0) or not (size is None or (is_whole_number(size) and size >= 1)):
+            raise ValueError(
+                f"dense_size is {size!r} and dense_layers {self.dense_layers}: give the width of the MLP of blocks "
+                "without experts, at least 1, where there are any"
+            )
         for name in ("balance_weight", "z_weight"):
             value = getattr(self, name)
             if not is_finite_number(value) or value < 0:
@@ -74,7 +97,7 @@ class Lora:
       rank: columns of a, rows of b.
       alpha: the scale is alpha / rank; None is 2 · rank.
       names: kernels that have one, out of "query", "key", "value", "out", "gate", "up" and "down"; with experts the
-        first four alone.
+        first four alone. With latent attention "query_down" and others, as `te_jax.models.Latent` has them.
 
     Raises:
       ValueError: a number is out of range, or a name unknown.
@@ -93,7 +116,7 @@ class Lora:
         alpha = 2.0 * self.rank if self.alpha is None else self.alpha
         if not is_finite_number(alpha) or alpha <= 0:
             raise ValueError(f"alpha is {alpha!r}: it needs to be a finite number above 0, or None")
-        known = (*ATTENTION, *MLP)
+        known = (*ATTENTION, *LATENT, *MLP)
         if not isinstance(self.names, tuple | list) or not self.names or not set(self.names) <= set(known):
             raise ValueError(f"names is {self.names!r}: it needs to be one or more names out of {known}")
         object.__setattr__(self, "alpha", float(alpha))
@@ -160,6 +183,56 @@ class Softcaps:
                 object.__setattr__(self, name, float(value))
 
 
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Attention whose keys and values are products of one vector of each token, as in DeepSeek V2 and V3.
+
+    With N = head_dim - rope_dim, H heads, and c and k the parts of a product, the first one of width `rank`:
+
+        c, k     = x · key_value_down                     [D, rank + rope_dim]
+        n, value = norm(c) · key_value_up, of each head   [rank, H · (N + value_dim)]
+        key      = n and then the rotated k, which all heads share
+        query    = x · query                              [D, H · head_dim]
+                or norm(x · query_down) · query_up        [D, query_rank], [query_rank, H · head_dim]
+
+    Of a query the last rope_dim features are rotated, as pairs (2i, 2i + 1). In generation a token has norm(c) and the
+    rotated k in the cache, rank + rope_dim numbers, and queries are multiplied by key_value_up in the place of keys.
+
+    Args:
+      rank: width of c.
+      rope_dim: features of a head that rotary positions turn; even, and less than head_dim.
+      value_dim: features of a head of value.
+      query_rank: width between query_down and query_up; None for one kernel, query.
+      norm_eps: added to the mean square in both norms, whose scales are `key_value_norm` and `query_down_norm`.
+
+    Raises:
+      ValueError: a size is no whole number of at least 1, rope_dim is odd, or norm_eps is no finite number above 0.
+
+    References:
+      DeepSeek-V2: arXiv:2405.04434.
+    """
+
+    rank: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        for name in ("rank", "rope_dim", "value_dim", "query_rank"):
+            value: Any = getattr(self, name)
+            if name == "query_rank" and value is None:
+                continue
+            if not is_whole_number(value) or value < 1:
+                raise ValueError(f"latent.{name} is {value!r}: it needs to be a whole number of at least 1")
+            object.__setattr__(self, name, int(value))
+        if self.rope_dim % 2:
+            raise ValueError(f"latent.rope_dim is {self.rope_dim}: rotary positions turn pairs; choose an even number")
+        if not is_finite_number(self.norm_eps) or self.norm_eps <= 0:
+            raise ValueError(f"latent.norm_eps is {self.norm_eps!r}: it needs to be a finite number above 0")
+        object.__setattr__(self, "norm_eps", float(self.norm_eps))
+
+
 class Rope(NamedTuple):
     """Rotary positions of a block: the base of their wavelengths, and how these are stretched."""
 
@@ -198,7 +271,8 @@ class DecoderConfig:
         `dtype`. Logits of `te_jax.models.apply` are always in `dtype`.
       head_fp8_products: which of "forward", "dgrad" and "wgrad" these are: see `te_jax.ops.linear_cross_entropy`.
         "forward" in FP8 loses most of the accuracy.
-      experts: a mixture of experts in the place of every MLP; None for one MLP.
+      experts: a mixture of experts in the place of MLPs; None for one MLP in every block.
+      latent: latent attention, with as many heads of key and value as of query; None for kernels of key and value.
       attention: the implementation of `te_jax.ops.attention`: "native", "fa3", "reference", or None, which
         chooses.
       max_segments_per_seq: of packed sequences: see `te_jax.ops.attention`. None takes any, by a mask.
@@ -254,6 +328,7 @@ class DecoderConfig:
     softcaps: Softcaps = Softcaps()
     tied_head: bool = False
     lora: Lora | None = None
+    latent: Latent | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size"):
@@ -338,6 +413,12 @@ class DecoderConfig:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}: it needs to be True or False")
         Activation.of(self.activation)
+        self._check_latent()
+        if self.experts is not None and self.experts.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"experts.dense_layers is {self.experts.dense_layers}, and num_layers is {self.num_layers}: leave a "
+                "block for experts, or give no experts"
+            )
         if not isinstance(self.factors, Factors):
             raise ValueError(f"factors is {self.factors!r}: it needs to be a te_jax.models.Factors")
         if not isinstance(self.softcaps, Softcaps):
@@ -351,14 +432,33 @@ class DecoderConfig:
             raise ValueError(
                 f"lora is {self.lora!r}: it needs to be a te_jax.models.Lora, as Lora(rank=16) is, or None"
             )
-        if self.lora is not None and self.experts is not None and set(self.lora.names) & set(MLP):
-            raise ValueError(
-                f"lora.names is {self.lora.names}, and experts have no adapters: choose out of {ATTENTION}"
-            )
+        if self.lora is not None and not set(self.lora.names) <= set(self.adaptable):
+            of_experts = self.experts is not None and set(self.lora.names) & set(MLP)
+            reason = "experts have no adapters" if of_experts else "kernels of attention have other names"
+            raise ValueError(f"lora.names is {self.lora.names}, and {reason}: choose out of {self.adaptable}")
         biases = self.attention_biases
         if not isinstance(biases, tuple | list | set | frozenset) or not set(biases) <= set(ATTENTION):
             raise ValueError(f"attention_biases is {biases!r}: it needs to be names out of {ATTENTION}")
         object.__setattr__(self, "attention_biases", tuple(name for name in ATTENTION if name in biases))
+
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        if not isinstance(latent, Latent):
+            raise ValueError(f"latent is {latent!r}: it needs to be a te_jax.models.Latent, or None")
+        if latent.rope_dim >= self.head_dim:
+            raise ValueError(
+                f"latent.rope_dim is {latent.rope_dim}, and head_dim is {self.head_dim}: choose one that is smaller"
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads} and num_heads {self.num_heads}: with latent attention they are "
+                "the same"
+            )
+        for name in ("qk_norm", "attention_sinks", "attention_biases"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name} is {value!r}, which latent attention does not have: leave it out")
 
     @staticmethod
     def check(config: object) -> None:
@@ -390,20 +490,57 @@ class DecoderConfig:
         """Number of parameters that a token meets: of the experts, those of `router.top_k`. All without experts."""
         return self._parameters(1 if self.experts is None else self.experts.router.top_k)
 
+    def block(self, layer: int) -> "DecoderConfig":
+        """The decoder whose blocks are all like this one: itself, but for the first `experts.dense_layers`."""
+        experts = self.experts
+        if experts is None or layer >= experts.dense_layers:
+            return self
+        return dataclasses.replace(self, experts=None, mlp_size=experts.dense_size)
+
+    @property
+    def _blocks(self) -> "list[tuple[DecoderConfig, int]]":
+        """The kinds of blocks, and how many there are of each."""
+        dense = 0 if self.experts is None else self.experts.dense_layers
+        return [*([(self.block(0), dense)] if dense else []), (self, self.num_layers - dense)]
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """The names of kernels that may have adapters."""
+        return (*self._attention_shapes, *(MLP if self.experts is None else ()))
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The names of a block's kernels that a recipe quantizes: all but a router's."""
+        return tuple(name for name in self.kernel_shapes if name != "router")
+
+    @property
+    def _attention_shapes(self) -> dict[str, tuple[int, int]]:
+        d, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if (latent := self.latent) is None:
+            return {"query": (d, query), "key": (d, key), "value": (d, key), "out": (query, d)}
+        of_query, rank = {"query": (d, query)}, latent.query_rank
+        if rank is not None:
+            of_query = {"query_down": (d, rank), "query_up": (rank, query)}
+        expanded = self.num_heads * (self.head_dim - latent.rope_dim + latent.value_dim)
+        return of_query | {
+            "key_value_down": (d, latent.rank + latent.rope_dim),
+            "key_value_up": (latent.rank, expanded),
+            "out": (self.num_heads * latent.value_dim, d),
+        }
+
     @property
     def kernel_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a block's kernels, as `init` makes them."""
-        d, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        stacked = () if self.experts is None else (self.experts.num_experts,)
+        """Shapes of a block's kernels, as `init` makes them; of one with experts, where others have none."""
+        d, experts = self.hidden_size, self.experts
+        stacked = () if experts is None else (experts.num_experts,)
+        wide = 0 if experts is None else experts.shared * self.mlp_size
         return {
-            "query": (d, query),
-            "key": (d, key),
-            "value": (d, key),
-            "out": (query, d),
+            **self._attention_shapes,
             "gate": (*stacked, d, self.mlp_size),
             "up": (*stacked, d, self.mlp_size),
             "down": (*stacked, self.mlp_size, d),
-            **({} if self.experts is None else {"router": (d, self.experts.num_experts)}),
+            **({} if experts is None else {"router": (d, experts.num_experts)}),
+            **({"shared_gate": (d, wide), "shared_up": (d, wide), "shared_down": (wide, d)} if wide else {}),
         }
 
     @property
@@ -416,6 +553,9 @@ class DecoderConfig:
         if self.qk_norm:
             of_heads = {name: self.kernel_shapes[name][1:] if whole else (self.head_dim,) for name in ("query", "key")}
             shapes |= {f"{name}_norm": shape for name, shape in of_heads.items()}
+        if (latent := self.latent) is not None:
+            shapes["key_value_norm"] = (latent.rank,)
+            shapes |= {} if latent.query_rank is None else {"query_down_norm": (latent.query_rank,)}
         shapes |= {f"{name}_bias": self.kernel_shapes[name][1:] for name in self.attention_biases}
         if self.attention_sinks:
             shapes["sinks"] = (self.num_heads,)
@@ -423,6 +563,8 @@ class DecoderConfig:
             each, inner = self.experts.num_experts, self.mlp_size
             shapes |= {"router_bias": (each,), "gate_bias": (each, inner), "up_bias": (each, inner)}
             shapes["down_bias"] = (each, d)
+        if self.experts is not None and self.experts.choice_bias:
+            shapes["expert_bias"] = (self.experts.num_experts,)
         if (lora := self.lora) is not None:
             for name in lora.names:
                 rows, columns = self.kernel_shapes[name]
@@ -450,13 +592,15 @@ class DecoderConfig:
 
     def _parameters(self, experts: int) -> int:
         """With so many experts in a block."""
-        shapes = self.kernel_shapes | self.other_shapes
-        if self.experts is not None:
-            of_experts = [name for name in shapes if name.removesuffix("_bias") in MLP]
-            shapes |= {name: (experts, *shapes[name][1:]) for name in of_experts}
-        block = sum(map(math.prod, shapes.values()))
         tables = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
-        return tables + self.num_layers * block + self.hidden_size
+        total = tables + self.hidden_size
+        for block, count in self._blocks:
+            shapes = block.kernel_shapes | block.other_shapes
+            if block.experts is not None:
+                of_experts = [name for name in shapes if name.removesuffix("_bias") in MLP]
+                shapes |= {name: (experts, *shapes[name][1:]) for name in of_experts}
+            total += count * sum(map(math.prod, shapes.values()))
+        return total
 
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a token in training, forward and backward: those of GEMMs and of causal attention, without `remat`.
@@ -468,20 +612,23 @@ class DecoderConfig:
         Args:
           seq_len: tokens in a sequence.
         """
-        ratio = 1.0 if self.experts is None else self.experts.router.top_k / self.experts.num_experts
-        sizes = {name: math.prod(shape) for name, shape in self.kernel_shapes.items()}
-        of_experts = sum(size for name, size in sizes.items() if name in MLP)
-        block = sum(sizes.values()) - of_experts + round(of_experts * ratio)
-        kernels = self.num_layers * block + self.vocab_size * self.hidden_size
+        kernels = self.vocab_size * self.hidden_size
+        for block, count in self._blocks:
+            experts = block.experts
+            ratio = 1.0 if experts is None else experts.router.top_k / experts.num_experts
+            sizes = {name: math.prod(shape) for name, shape in block.kernel_shapes.items()}
+            of_experts = sum(size for name, size in sizes.items() if name in MLP)
+            kernels += count * (sum(sizes.values()) - of_experts + round(of_experts * ratio))
         # Scores and values, half of each where nothing else is hidden.
         pairs = sum(_mean_pairs(seq_len, window) for window in self.windows)
+        width = self.head_dim + (self.head_dim if self.latent is None else self.latent.value_dim)
         adapters = 0
         if self.lora is not None:
             shapes = self.other_shapes
             each = (shapes[f"{name}_{part}"] for name in self.lora.names for part in "ab")
             adapters = self.num_layers * sum(map(math.prod, each))
         passes = 6 if self.lora is None else 4
-        return passes * kernels + 6 * adapters + round(12 * self.num_heads * self.head_dim * pairs)
+        return passes * kernels + 6 * adapters + round(6 * self.num_heads * width * pairs)
 
 
 def _mean_pairs(seq_len: int, window: int | None) -> float:

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family as pure functions: `init`, `apply` and `loss`.
 
-RMSNorm before each block, rotary positions, grouped-query attention, a gated MLP, and what `DecoderConfig` names of
-other models of the family. Each layer has parameters of its own, in a list, and `te_jax.layers.apply_layers` runs them.
-Its blocks compute by the functions of `te_jax.layers`, as those of `te_jax.flax` and `te_jax.nnx` do.
+RMSNorm before each block, rotary positions, grouped-query or latent attention, a gated MLP, and what `DecoderConfig`
+names of other models of the family. Each layer has parameters of its own, in a list, and `te_jax.layers.apply_layers`
+runs them. Its blocks compute by the functions of `te_jax.layers`, as those of `te_jax.flax` and `te_jax.nnx` do.
 
 With a recipe, the projections of attention and MLP run in FP8. The output head stays in `dtype`, where the rounding of
 FP8 would reach every logit directly; the GEMMs of its gradients, or all of them, run in FP8 where `head_recipe` and
@@ -34,7 +34,7 @@ from te_jax.layers.sampling import check_tokens
 from te_jax.layers.stack import apply_layers, rematerialized
 from te_jax.models import tensor_parallel
 from te_jax.models.block import Balance, Block, capped, final_norm, rotary_of
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, Rope, kernel_facts
+from te_jax.models.config import MLP, DecoderConfig, Params, Rope, kernel_facts
 from te_jax.models.parallel import TensorParallel, head_spec, loop_specs, param_specs
 from te_jax.ops.linear.kernels import Requantize
 from te_jax.parallel import FSDP, ring_attention
@@ -42,8 +42,6 @@ from te_jax.parallel.ring_attention import positions_here
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 
 __all__ = ["Losses", "apply", "init", "init_scaling_state", "loss", "losses", "requantize"]
-
-_PROJECTIONS = (*ATTENTION, *MLP)
 
 Implementation = native.Implementation
 ScalingState = list[dict[str, DelayedScalingState]]
@@ -83,29 +81,33 @@ def init(config: DecoderConfig, key: jax.Array) -> Params:
       `up` [D, F], `down` [F, D]. With E experts these three are [E, D, F] and [E, F, D], and `router` is [D, E].
       What else there is, `config.other_shapes` tells: `query_norm` and `key_norm` [head_dim] or [N],
       `attention_post_norm` and `mlp_post_norm` [D] with the other two or in their place, `query_bias` and others
-      [N], `sinks` [H], and biases of experts [E, N]. A tied head is no parameter.
+      [N], `sinks` [H], and biases of experts [E, N]. A tied head is no parameter. Latent attention has other kernels:
+      see `te_jax.models.Latent`; and so have the first `config.experts.dense_layers` blocks: see `config.block`.
     """
     DecoderConfig.check(config)
     d, count = config.hidden_size, config.num_layers
     embedding_key, head_key, key = jax.random.split(key, 3)
     of_norm = jnp.zeros if config.zero_centered_norms else jnp.ones
+    blocks = [config.block(layer) for layer in range(count)]
     layers: list[dict[str, jax.Array]] = [
         {
             name: (of_norm if name.endswith("_norm") else jnp.zeros)(shape, jnp.float32)
-            for name, shape in config.other_shapes.items()
+            for name, shape in block.other_shapes.items()
         }
-        for _ in range(count)
+        for block in blocks
     ]
-    for name in () if config.lora is None else config.lora.names:  # the other one, b, starts as 0
-        rows, rank = config.other_shapes[f"{name}_a"]
-        adapters, key = _draw(key, count, (rows, rank), rows**-0.5)
-        for layer, adapter in zip(layers, adapters, strict=True):
-            layer[f"{name}_a"] = adapter
-    for name, shape in config.kernel_shapes.items():
-        fan_in = shape[-2] * (2 * count if name in ("out", "down") else 1)
-        kernels, key = _draw(key, count, shape, fan_in**-0.5)
-        for layer, kernel in zip(layers, kernels, strict=True):
-            layer[name] = kernel
+    for kind in dict.fromkeys(blocks):
+        alike = [layer for layer, block in zip(layers, blocks, strict=True) if block == kind]
+        for name in () if kind.lora is None else kind.lora.names:  # the other one, b, starts as 0
+            rows, rank = kind.other_shapes[f"{name}_a"]
+            adapters, key = _draw(key, len(alike), (rows, rank), rows**-0.5)
+            for layer, adapter in zip(alike, adapters, strict=True):
+                layer[f"{name}_a"] = adapter
+        for name, shape in kind.kernel_shapes.items():
+            fan_in = shape[-2] * (2 * count if name in ("out", "down", "shared_down") else 1)
+            kernels, key = _draw(key, len(alike), shape, fan_in**-0.5)
+            for layer, kernel in zip(alike, kernels, strict=True):
+                layer[name] = kernel
     embedding = jax.random.normal(embedding_key, (config.vocab_size, d), jnp.float32)
     params = {"embedding": embedding, "layers": layers, "final_norm": of_norm((d,), jnp.float32)}
     if config.scaled_embedding or config.tied_head:
@@ -134,14 +136,14 @@ def init_scaling_state(config: DecoderConfig) -> ScalingState | None:
       config: the shape.
 
     Returns:
-      For each layer a dict with a `te_jax.recipe.DelayedScalingState` for each projection ("query", "key", "value",
-      "out", "gate", "up", "down"); None where the recipe has no state.
+      For each layer a dict with a `te_jax.recipe.DelayedScalingState` for each projection, by its name in `init`; None
+      where the recipe has no state.
     """
     DecoderConfig.check(config)
     recipe = config.recipe
     if not isinstance(recipe, DelayedScaling):
         return None
-    return [{name: recipe.init() for name in _PROJECTIONS} for _ in range(config.num_layers)]
+    return [{name: recipe.init() for name in config.projections} for _ in range(config.num_layers)]
 
 
 def requantize(
@@ -174,15 +176,19 @@ def requantize(
             f"config.recipe is {recipe!r}: only one recipe for all products says how kernels are quantized"
         )
     how = Requantize(recipe, implementation=implementation)
-    layer = {**dict.fromkeys(config.other_shapes), **dict.fromkeys(_PROJECTIONS, how)}
-    if config.experts is not None:
-        of_experts = dataclasses.replace(how, stacked_ndim=1)
-        layer |= {"router": None, **dict.fromkeys(MLP, of_experts)}
-    if parallel is not None:
-        left = tensor_parallel.quantized_in_layers(config, parallel)
-        layer |= dict.fromkeys(left)
+
+    def of_block(block: DecoderConfig) -> dict[str, Requantize | None]:
+        layer = {**dict.fromkeys(block.other_shapes), **dict.fromkeys(block.projections, how)}
+        if block.experts is not None:
+            of_experts = dataclasses.replace(how, stacked_ndim=1)
+            layer |= {"router": None, **dict.fromkeys(MLP, of_experts)}
+        if parallel is not None:
+            layer |= dict.fromkeys(tensor_parallel.quantized_in_layers(block, parallel))
+        return layer
+
     head = {} if config.tied_head else {"head": None}
-    return {"embedding": None, "layers": [layer] * config.num_layers, "final_norm": None, **head}
+    layers = [of_block(config.block(layer)) for layer in range(config.num_layers)]
+    return {"embedding": None, "layers": layers, "final_norm": None, **head}
 
 
 def apply(
@@ -388,6 +394,7 @@ def _run(
     rotary = rotary_of(positions, config)
 
     def block(
+        config: DecoderConfig,
         window: int | None,
         rope: Rope | None,
         carried: tuple[jax.Array, Balance | None],
@@ -396,7 +403,10 @@ def _run(
         x, balance = carried
         layer, state = layer_and_state
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        def attend(
+            query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, latents: object = None
+        ) -> jax.Array:
+            del latents  # which a cache alone holds
             options: Any = {"causal": True, "window": window, "segment_ids": segment_ids}
             options["max_segments_per_seq"] = None if segment_ids is None else config.max_segments_per_seq
             options |= {"scale": config.factors.scores, "implementation": config.attention}
@@ -425,8 +435,8 @@ def _run(
     balance = None if config.experts is None else Balance(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
     last = {"final_norm": params["final_norm"], "head": head_of(params, config, parallel)}
     shared = parallel is not None and parallel.fsdp is not None
-    of_kind: dict[tuple[int | None, Rope | None], Callable[..., Any]] = {}
-    kinds = list(zip(config.windows, config.ropes, strict=True))
+    of_kind: dict[tuple[DecoderConfig, int | None, Rope | None], Callable[..., Any]] = {}
+    kinds = list(zip(map(config.block, range(config.num_layers)), config.windows, config.ropes, strict=True))
     for kind in dict.fromkeys(kinds):
         run = functools.partial(block, *kind)
         of_kind[kind] = rematerialized(run, config.remat) if shared and config.remat else run
@@ -451,22 +461,23 @@ def _bound(
     implementation: Implementation | None,
 ) -> FSDP:
     """FSDP of the blocks and the head, with what the decoder knows of them."""
-    specs, count = param_specs(config, parallel), config.num_layers
+    specs = param_specs(config, parallel)
     of_state = None if scaling_state is None else dict.fromkeys(scaling_state[0], PartitionSpec())
-    how = None
+    blocks = [config.block(layer) for layer in range(config.num_layers)]
+    quantize: list[Any] = [None] * len(blocks)
     # With scales of rows or of a state's amax, whole kernels are quantized by the layers.
     if scaling_state is None and kernel_facts(config).is_symmetric:
-        how = (requantize(config, parallel=parallel, implementation=implementation)["layers"][0], None)
+        hows = requantize(config, parallel=parallel, implementation=implementation)["layers"]
+        quantize = [(how, None) for how in hows]
     last = {"final_norm": specs["final_norm"], "head": head_spec(parallel)}
-    return dataclasses.replace(
-        fsdp, specs=[*[(loop_specs(config, parallel), of_state)] * count, last], quantize=[*[how] * count, None]
-    )
+    of_blocks = [(loop_specs(block, parallel), of_state) for block in blocks]
+    return dataclasses.replace(fsdp, specs=[*of_blocks, last], quantize=[*quantize, None])
 
 
 def _together(first: Balance | None, second: Balance | None) -> Balance | None:
     """The balance of the blocks so far, and of the next one."""
     if first is None or second is None:
-        return None
+        return first
     return Balance(first.auxiliary + second.auxiliary, jnp.maximum(first.largest_load, second.largest_load))
 
 

@@ -66,8 +66,9 @@ def generate(
     """The tokens that follow a prompt.
 
     The prompt runs through the decoder at once, and then each token by itself, with keys and values of those before it
-    in a cache [batch, time + max_new_tokens, kv_heads, head_dim] of each block. Parameters in bfloat16 are read in half
-    the time of float32 ones.
+    in a cache [batch, time + max_new_tokens, kv_heads, head_dim] of each block, or with `config.latent` the latents of
+    these, [batch, time + max_new_tokens, 1, rank + rope_dim]. Parameters in bfloat16 are read in half the time of
+    float32 ones.
 
     Parameters may be split over devices by `jax.sharding`, as `te_jax.models.param_specs` says, and prompts by their
     batch: kernels and caches stay where they are, and for each token devices exchange some features of it. Split
@@ -209,28 +210,34 @@ def _run(
     positions = positions if positions.ndim == 1 else padded(positions)
     rotary = rotary_of(positions, config)
     x = tensor_parallel.embed(params["embedding"], padded(tokens), config, None)
-    blocks = zip(params["layers"], caches or [None] * config.num_layers, config.windows, config.ropes, strict=True)
-    for layer, cache, window, rope in blocks:
+    cached = caches or [None] * config.num_layers
+    each = zip(range(config.num_layers), params["layers"], cached, config.windows, config.ropes, strict=True)
+    for number, layer, cache, window, rope in each:
 
         def attend(
             query: Array,
             key: Array,
             value: Array,
             sinks: Array | None,
+            latents: Array | None = None,
             cache: Cache | None = cache,
             window: int | None = window,
         ) -> Array:
-            options: Any = {"window": window, "sinks": sinks, "scale": config.factors.scores}
+            options: Any = {"window": window, "sinks": sinks, "scale": config.factors.scores or config.head_dim**-0.5}
             options |= {"softcap": config.softcaps.scores, "implementation": config.attention}
             if cache is None:
-                after = Cache.of(key, value, room)
+                after = Cache.of(*((key, value) if latents is None else (latents, latents[..., :0])), room)
                 filled.append(after if lengths is None else after._replace(filled=lengths))
                 return ops.attention(query, key, value, causal=True, **options)
-            mixed, after = attend_cached(query[:batch], key[:batch], value[:batch], cache, **options)
+            query, key, value = query[:batch], key[:batch], value[:batch]
+            value_dim = None if config.latent is None else config.latent.rank
+            mixed, after = attend_cached(query, key, value, cache, value_dim=value_dim, **options)
             filled.append(after)
             return padded(mixed)
 
-        x, _ = Block(layer, None, config, None, implementation)(x, rotary[rope], attend)
+        reads_latents = config.latent is not None and cache is not None
+        block = Block(layer, None, config.block(number), None, implementation, reads_latents)
+        x, _ = block(x, rotary[rope], attend)
     x = final_norm(params["final_norm"], config, implementation)(_last(x[:batch], lengths), None)[:, 0]
     # In 16 bits many tokens would share the largest logit: bfloat16 has multiples of 1/8 from 16 on.
     logits = sharding.dot(x, head_of(params, config).astype(x.dtype), ((1,), (0,)), jnp.float32)

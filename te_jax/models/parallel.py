@@ -136,6 +136,12 @@ class TensorParallel:
                 f"parallel.size is {self.size}: config.qk_norm is 'projection', a norm over heads that devices split; "
                 "use 1, and fsdp"
             )
+        experts = config.experts
+        if self.size > 1 and (config.latent is not None or (experts and (experts.shared or experts.dense_layers))):
+            name = "experts.shared or dense_layers" if config.latent is None else "latent"
+            raise ValueError(
+                f"parallel.size is {self.size}: the kernels of config.{name} are not split; use 1, and fsdp"
+            )
         recipes = () if config.recipe is None else recipes_of(config.recipe)
         if self.size > 1 and not all(facts_of_recipe(recipe).native for recipe in recipes):
             raise ValueError(
@@ -179,18 +185,27 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, Py
     """
     parallel.check(config)
     axis = parallel.axis_name
+    embedding = PartitionSpec(None, axis)
+    if (fsdp := parallel.fsdp) is not None:
+        # A tied head's rows are those of one device of fsdp, one after the other.
+        embedding = PartitionSpec(None, (fsdp.axis_name, axis) if config.tied_head else (axis, fsdp.axis_name))
+    return {
+        "embedding": embedding,
+        "layers": [_block_specs(config.block(layer), parallel) for layer in range(config.num_layers)],
+        "final_norm": PartitionSpec(),
+        **({} if config.tied_head else {"head": head_spec(parallel)}),
+    }
+
+
+def _block_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, PartitionSpec]:
+    """How the parameters of a block lie on a mesh, of a decoder whose blocks are all like it."""
+    axis = parallel.axis_name
     rows, columns, everywhere = PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec()
     kv = everywhere if config.num_kv_heads % parallel.size else columns
-    embedding: PartitionSpec = columns
+    of_kernels = {"key": kv, "value": kv, "out": rows, "down": rows, "shared_down": rows}
     layer = {
         **dict.fromkeys(config.other_shapes, everywhere),
-        "query": columns,
-        "key": kv,
-        "value": kv,
-        "out": rows,
-        "gate": columns,
-        "up": columns,
-        "down": rows,
+        **{name: of_kernels.get(name, columns) for name in config.projections},
     }
     # A device has the biases of its columns, and the sinks of its heads of query.
     layer |= {f"{name}_bias": PartitionSpec(*layer[name][1:]) for name in config.attention_biases}
@@ -206,15 +221,7 @@ def param_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, Py
             if split is not None:
                 entries[split[0]] += (fsdp.axis_name,)
                 layer[name] = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
-        # A tied head's rows are those of one device of fsdp, one after the other.
-        axes = (fsdp.axis_name, axis) if config.tied_head else (axis, fsdp.axis_name)
-        embedding = PartitionSpec(None, axes)
-    return {
-        "embedding": embedding,
-        "layers": [layer] * config.num_layers,
-        "final_norm": everywhere,
-        **({} if config.tied_head else {"head": head_spec(parallel)}),
-    }
+    return layer
 
 
 def head_spec(parallel: TensorParallel) -> PartitionSpec:
@@ -224,7 +231,7 @@ def head_spec(parallel: TensorParallel) -> PartitionSpec:
 
 def loop_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, PartitionSpec | None]:
     """How the parameters of a block lie where `fsdp` gathers them: experts that its axis splits are not gathered."""
-    layer = param_specs(config, parallel)["layers"][0]
+    layer: dict[str, PartitionSpec | None] = {**_block_specs(config, parallel)}
     assert parallel.fsdp is not None
     if config.experts is not None and parallel.fsdp.axis_name in (parallel.expert_axes or ()):
         layer |= {name: None for name in layer if name.removesuffix("_bias") in MLP}
@@ -254,15 +261,14 @@ def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> 
     if config.hidden_size // parallel.size % fsdp.size:
         return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
     by_blocks = kernel_facts(config).in_blocks
-    layer = param_specs(config, dataclasses.replace(parallel, fsdp=None))["layers"][0]
-    for name, _, split in _gathered_kernels(layer, config, parallel, fsdp):
-        if split is None:
-            return f"{name} has shape {config.kernel_shapes[name]}, of which it divides no dimension"
-        if by_blocks and not split[1]:
-            return (
-                f"{name} has shape {config.kernel_shapes[name]}, and no dimension has parts that are whole blocks of "
-                f"{BLOCK}"
-            )
+    for block in dict.fromkeys((config.block(0), config)):
+        layer = _block_specs(block, dataclasses.replace(parallel, fsdp=None))
+        for name, _, split in _gathered_kernels(layer, block, parallel, fsdp):
+            shape = block.kernel_shapes[name]
+            if split is None:
+                return f"{name} has shape {shape}, of which it divides no dimension"
+            if by_blocks and not split[1]:
+                return f"{name} has shape {shape}, and no dimension has parts that are whole blocks of {BLOCK}"
     return None
 
 
@@ -306,6 +312,7 @@ def _misfit(config: DecoderConfig, size: int, splits_experts: bool) -> str | Non
         "gate": mlp_size,
         "out": config.hidden_size,
     }
+    columns = {name: count for name, count in columns.items() if name in config.kernel_shapes}
     for name, count in columns.items():
         if count % FP8_ALIGNMENT:
             return f"{name} has {count} columns on a device, and FP8 products need a multiple of {FP8_ALIGNMENT}"

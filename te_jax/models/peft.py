@@ -24,7 +24,7 @@ from te_jax.models import _hf_families as families
 from te_jax.models._hf_families import Tensor
 from te_jax.models._hf_fields import Fields
 from te_jax.models.adapters import split_adapters
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Lora, Params
+from te_jax.models.config import DecoderConfig, Lora, Params
 from te_jax.models.huggingface import FLOATS, arrays_of, check_dtype
 from te_jax.models.safetensors import FolderError, Tensors, explaining_os_errors, quoted, read_json, shown, write
 
@@ -171,7 +171,7 @@ def read(folder: Path, config: DecoderConfig) -> tuple[DecoderConfig, Params]:
     kernels = {
         families.module(layer, name): (layer, name)
         for layer in range(min(config.num_layers, len(tensors.types) + 1))
-        for name in (ATTENTION if config.experts is not None else (*ATTENTION, *MLP))
+        for name in config.adaptable
     }
     ranks = {module: fields.rank(module) for module in _adapted(path, tensors, kernels, fields)}
     for module, rank in ranks.items():

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from te_jax import sharding
 from te_jax.layers.microbatches import AccumulatedKernel
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
+from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.parallel import TensorParallel, loop_specs
 from te_jax.reference.softmax_cross_entropy import equals
 
@@ -61,8 +61,8 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
     left = ("key", "value") if config.num_kv_heads % parallel.size else ()
     facts, shapes = kernel_facts(config), config.kernel_shapes
     if facts.block_size > 1:
-        names = ATTENTION if config.experts is not None else (*ATTENTION, *MLP)
-        split = {name: shapes[name][0 if name in ("out", "down") else 1] for name in names}
+        names = [name for name in config.projections if len(shapes[name]) == 2]
+        split = {name: shapes[name][0 if name in ("out", "down", "shared_down") else 1] for name in names}
         left += tuple(name for name, count in split.items() if count // parallel.size % facts.block_size)
     if parallel.fsdp is not None and not (facts.is_plain or facts.is_symmetric):
         # Each of the two copies has scales of its own, along a dimension of which a device has a part.

@@ -43,7 +43,7 @@ def test_there_are_no_entries_of_other_modules():
 _OF_LINEN = {"parent", "name"}
 
 # A class has at most 23, but this one is a record: the shape of a model, a field for each way in which families differ.
-_MOST_OF_A_CLASS = {"DecoderConfig": 31}
+_MOST_OF_A_CLASS = {"DecoderConfig": 32}
 # A function has at most 16, but attention takes each way in which libraries of attention differ.
 _MOST_OF_A_FUNCTION = {"attention": 17}
 

@@ -20,6 +20,7 @@ from te_jax.models import (
     DecoderConfig,
     Experts,
     Factors,
+    Latent,
     RopeScaling,
     Softcaps,
     TensorParallel,
@@ -108,6 +109,8 @@ def assert_same(found, expected, tolerance):
 SHARED = FSDP(2, reduce_dtype="float32", min_size=0)
 CONTEXT = {"context_axis": "context", "batch_axes": ("context",)}
 EXPERTS = Experts(num_experts=4, router=layers.Router(top_k=2), balance_weight=0.1, z_weight=0.01, biases=True)
+OF_DEEPSEEK = dataclasses.replace(EXPERTS, biases=False, choice_bias=True, shared=1, dense_layers=1, dense_size=48)
+LATENT = Latent(rank=8, rope_dim=2, value_dim=6, query_rank=16)
 OFFLOADED = {"remat": True, "offload": Offload(min_size=0)}
 # Axes of the mesh, how a decoder is split over them, and changes of the decoder; in float32.
 MESHES = {
@@ -136,6 +139,12 @@ MESHES = {
         {"fsdp": SHARED, "context_axis": "fsdp"},
         {"max_segments_per_seq": 4, "norms": "after", "qk_norm": "projection"},
     ),
+    "latent attention of fsdp": (
+        {"fsdp": 2, "tensor": 1},
+        {"fsdp": SHARED, "expert_axes": ("fsdp",)},
+        {"num_layers": 2, "num_kv_heads": 12, "latent": LATENT, "experts": OF_DEEPSEEK},
+    ),
+    "latent attention in a context": ({"context": 2, "tensor": 1}, CONTEXT, {"num_kv_heads": 12, "latent": LATENT}),
     "experts of fsdp": (
         {"fsdp": 2, "tensor": 2},
         {"fsdp": SHARED, "expert_axes": ("fsdp", "tensor")},
@@ -417,6 +426,8 @@ def test_what_is_no_split(options, words):
     ("change", "size", "words"),
     [
         ({"qk_norm": "projection"}, 2, "parallel.size is 2: config.qk_norm is 'projection', .*; use 1, and fsdp"),
+        ({"latent": LATENT, "num_kv_heads": 12}, 2, "the kernels of config.latent are not split; use 1, and fsdp"),
+        ({"experts": dataclasses.replace(EXPERTS, shared=1)}, 2, "of config.experts.shared or dense_layers are not"),
         ({}, 5, "parallel.size is 5: num_heads is 12, which 5 does not divide; sizes that fit this decoder: 1, 2, 4$"),
         ({"mlp_size": 48}, 5, "num_heads is 12, .*: 1, 2, 3, 4, 6, 12$"),
         ({"hidden_size": 25}, 2, "hidden_size is 25, which 2 does not divide; .*: 1$"),
