@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from te_jax._core.arguments import is_finite_number
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.models._hf_fields import Fields
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors, Rope, Softcaps
+from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors, Latent, Rope, Softcaps
 from te_jax.models.safetensors import FolderError, shown
 from te_jax.reference.activation import Activation
 
@@ -20,6 +22,9 @@ BLOCK_FP8: dict[str, object] = {
     **{"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 }
 """A quantization_config of tensors in blocks of 128 × 128 with scales: `weight` and `weight_scale_inv`."""
+
+IN_FLOAT32 = ("expert_bias",)
+"""Parameters that are in float32 in every model: small differences of large values choose experts."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _BIASES = ("query", "key", "value")
@@ -424,6 +429,128 @@ def _describe_qwen3_moe(config: DecoderConfig) -> dict[str, object]:
     return _describe_biases(config) | window | experts | more
 
 
+def _latent(fields: Fields) -> Arguments:
+    """Latent attention and its rotary positions, as both models of DeepSeek have them."""
+    for name, value in (("attention_bias", False), ("mlp_bias", False), ("rope_interleave", True)):
+        fields.expect(name, value)
+    for name in ("head_dim", "qk_head_dim"):  # which follow from these
+        fields.take(name, kind=int, default=None)
+    names = {"rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+    sizes = {ours: fields.take(theirs, kind=int) for ours, theirs in names.items()}
+    latent = Latent(**sizes, query_rank=fields.take("q_lora_rank", kind=int, default=None))
+    head_dim = latent.rope_dim + fields.take("qk_nope_head_dim", kind=int)
+    given = fields.take("rope_parameters", "rope_scaling", kind=dict, default={})
+    of_rope, scores = {**given}, None
+    if given.get("rope_type", given.get("type")) == "yarn":
+        # Two factors more than elsewhere: of scores, and by a quotient of cos and sin.
+        own = fields.nested(given, "of rotary positions")
+        factor = own.take("factor", kind=(int, float))
+        scale, of_scores = (own.take(name, kind=(int, float), default=0) for name in ("mscale", "mscale_all_dim"))
+        if not all(is_finite_number(each) and each >= 0 for each in (factor - 1, scale, of_scores)):
+            raise own.error("factor needs to be at least 1, and mscale and mscale_all_dim at least 0")
+        of_rope = {name: value for name, value in given.items() if name not in ("mscale", "mscale_all_dim")}
+        if of_scores:
+            scores = max(head_dim, 1) ** -0.5 * _magnitude(factor, of_scores) ** 2
+        if scale and of_scores and given.get("attention_factor") is None:
+            of_rope["attention_factor"] = _magnitude(factor, scale) / _magnitude(factor, of_scores)
+    rope = _rope(fields.part(rope_theta=fields.take("rope_theta", **_BASE), rope_parameters=of_rope))
+    return rope | {"latent": latent, "head_dim": head_dim, "factors": Factors(scores=scores)}
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0
+
+
+def _describe_latent(config: DecoderConfig) -> dict[str, object]:
+    latent, factors = config.latent, config.architecture.factors
+    if latent is None or factors.scores is None:
+        raise AttributeError("there is no latent attention")
+    rope = next((rope for rope in config.ropes if rope is not None), _DEFAULT_ROPE)
+    found = _describe_rope(rope)
+    if rope.scaling is not None and rope.scaling.kind == "yarn" and (log := 0.1 * math.log(rope.scaling.factor)):
+        magnitude = math.sqrt(factors.scores * config.head_dim**0.5)
+        scales = {"mscale": rope.scaling.magnitude * magnitude, "mscale_all_dim": magnitude}
+        scales = {name: round((value - 1) / log, 6) for name, value in scales.items()}
+        found["rope_scaling"] = _describe_scaling(rope.scaling) | scales
+    return found | {
+        **{"q_lora_rank": latent.query_rank, "kv_lora_rank": latent.rank, "qk_rope_head_dim": latent.rope_dim},
+        **{"qk_nope_head_dim": config.head_dim - latent.rope_dim, "v_head_dim": latent.value_dim},
+        **{"head_dim": latent.rope_dim, "attention_bias": False, "rope_interleave": True},
+    }
+
+
+def _deepseek(fields: Fields, *, grouped: bool, top_of_group: int, **of_router: Any) -> Arguments:
+    """Experts, of which some meet every token, and blocks before them without any."""
+    fields.expect("moe_layer_freq", 1)
+    # Settings of training and of several devices, and blocks that are not read.
+    fields.take("seq_aux", kind=bool, default=None)
+    for name in ("ep_size", "num_nextn_predict_layers", "num_mtp_layers"):
+        fields.take(name, kind=int, default=None)
+    top_k, number = fields.take("num_experts_per_tok", kind=int), {"kind": (int, float)}
+    groups, top = (fields.take(name, kind=int, default=1) for name in ("n_group", "topk_group"))
+    if not grouped or top == groups:
+        groups = top = 1
+    router = Router(
+        top_k,
+        num_groups=groups,
+        top_groups=top,
+        scaling_factor=fields.take("routed_scaling_factor", **number),
+        top_of_group=None if groups == 1 or top_of_group * top == top_k else top_of_group,
+        **of_router,
+    )
+    dense = fields.take("first_k_dense_replace", kind=int)
+    experts = Experts(
+        fields.take("n_routed_experts", "num_local_experts", "num_experts", kind=int),
+        router,
+        balance_weight=fields.take("aux_loss_alpha", default=0.0, **number),
+        choice_bias=router.score == "sigmoid",
+        shared=fields.take("n_shared_experts", kind=int),
+        dense_layers=dense,
+        dense_size=fields.look("intermediate_size") if dense else None,
+    )
+    return {"experts": experts, "mlp_size": fields.take("moe_intermediate_size", kind=int)}
+
+
+def _describe_deepseek(config: DecoderConfig) -> dict[str, object]:
+    if (experts := config.experts) is None:
+        raise AttributeError("there are no experts")
+    router = experts.router
+    return _describe_latent(config) | {
+        **{"intermediate_size": experts.dense_size or config.mlp_size, "moe_intermediate_size": config.mlp_size},
+        **{"first_k_dense_replace": experts.dense_layers, "n_shared_experts": experts.shared},
+        **{"n_routed_experts": experts.num_experts, "num_experts_per_tok": router.top_k},
+        **{"n_group": router.num_groups, "topk_group": router.top_groups, "norm_topk_prob": router.normalize},
+        **{"routed_scaling_factor": router.scaling_factor, "aux_loss_alpha": experts.balance_weight},
+    }
+
+
+def _deepseek_v3(fields: Fields) -> Arguments:
+    fields.expect("scoring_func", "sigmoid")
+    fields.expect("topk_method", "noaux_tc")
+    normalize = fields.take("norm_topk_prob", kind=bool)
+    return _deepseek(fields, grouped=True, top_of_group=2, score="sigmoid", normalize=normalize)
+
+
+def _describe_deepseek_v3(config: DecoderConfig) -> dict[str, object]:
+    more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    return _describe_deepseek(config) | more
+
+
+def _deepseek_v2(fields: Fields) -> Arguments:
+    fields.expect("scoring_func", "softmax")
+    fields.expect("norm_topk_prob", False)
+    method = fields.take("topk_method", kind=str)
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.error(f"topk_method is {shown(method)}: te_jax.models knows greedy and group_limited_greedy")
+    return _deepseek(fields, grouped=method != "greedy", top_of_group=1, normalize=False)
+
+
+def _describe_deepseek_v2(config: DecoderConfig) -> dict[str, object]:
+    found = _describe_deepseek(config)
+    method = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
+    return found | {"scoring_func": "softmax", "topk_method": method}
+
+
 def _gpt_oss(fields: Fields) -> Arguments:
     for name in ("initial_context_length", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta"):
         fields.take(name, kind=(float, int), default=None)  # which rope_parameters say again
@@ -471,18 +598,19 @@ def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
         prefix = f"model.layers.{layer}."
         for place, names in family.joined.items():
             yield Tensor(f"{prefix}{place}.weight", tuple(("layers", layer, name) for name in names), "joined")
-        for name in (*config.kernel_shapes, *config.other_shapes):
+        block = config.block(layer)
+        for name in (*block.kernel_shapes, *block.other_shapes):
             if name in itertools.chain(*family.joined.values()):
                 continue
-            if config.experts is not None and name.removesuffix("_bias") in (*MLP, "router"):
+            if block.experts is not None and name.removesuffix("_bias") in _OF_EXPERTS:
                 continue
             place, suffix = module(layer, name.removesuffix("_bias")), ".bias" if name.endswith("_bias") else ".weight"
             if name == "mlp_norm" and config.norms == "both":
                 place = f"{prefix}pre_feedforward_layernorm"
-            form = "transposed" if name in config.kernel_shapes else "plain"
+            form = "transposed" if name in block.kernel_shapes else "plain"
             yield Tensor(place if name == "sinks" else place + suffix, (("layers", layer, name),), form)
-        if config.experts is not None:
-            yield from family.experts(prefix, layer, config.experts)
+        if block.experts is not None:
+            yield from family.experts(prefix, layer, block.experts)
     yield Tensor("model.norm.weight", (("final_norm",),), "plain")
     if not config.tied_head:
         yield Tensor("lm_head.weight", (("head",),), "transposed")
@@ -493,6 +621,7 @@ def module(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{_PLACES[name]}"
 
 
+_OF_EXPERTS = (*MLP, *(f"shared_{name}" for name in MLP), "router", "expert")
 _PLACES = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -505,6 +634,12 @@ _PLACES = {
     "query_norm": "self_attn.q_norm",
     "key_norm": "self_attn.k_norm",
     "sinks": "self_attn.sinks",
+    "query_down": "self_attn.q_a_proj",
+    "query_down_norm": "self_attn.q_a_layernorm",
+    "query_up": "self_attn.q_b_proj",
+    "key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "key_value_norm": "self_attn.kv_a_layernorm",
+    "key_value_up": "self_attn.kv_b_proj",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -517,6 +652,11 @@ def _one_by_one(where: str, names: dict[str, str]) -> Callable[[str, int, Expert
     def of(prefix: str, layer: int, experts: Experts) -> Iterator[Tensor]:
         prefix += where
         yield Tensor(f"{prefix}.gate.weight", (("layers", layer, "router"),), "transposed")
+        if experts.choice_bias:
+            yield Tensor(f"{prefix}.gate.e_score_correction_bias", (("layers", layer, "expert_bias"),), "plain")
+        for name, theirs in names.items() if experts.shared else ():
+            full = f"{prefix}.shared_experts.{theirs}.weight"
+            yield Tensor(full, (("layers", layer, f"shared_{name}"),), "transposed")
         for expert in range(experts.num_experts):
             for name, theirs in names.items():
                 full = f"{prefix}.experts.{expert}.{theirs}.weight"
@@ -551,6 +691,7 @@ class Family(NamedTuple):
       experts: the tensors of a block's experts.
       rope: fields of rotary positions → arguments of a DecoderConfig.
       joined: the kernels that a module of a block has together.
+      has_later_blocks: whether files may have blocks behind the last one, for later tokens, which are not read.
     """
 
     model_type: str
@@ -561,9 +702,13 @@ class Family(NamedTuple):
     experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
     rope: Callable[[Fields], Arguments] = _rope
     joined: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
+    has_later_blocks: bool = False
 
 
 _OF_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+_OF_DEEPSEEK = {
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+}
 _OF_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 FAMILIES = {
@@ -635,6 +780,39 @@ FAMILIES = {
             _describe_qwen3_moe,
             {"sliding_window": 4096},
             _one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+        ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            _deepseek_v2,
+            _describe_deepseek_v2,
+            {
+                **_OF_DEEPSEEK,
+                **{
+                    "n_routed_experts": 64,
+                    "n_shared_experts": 2,
+                    "topk_method": "greedy",
+                    "routed_scaling_factor": 1.0,
+                },
+                **{"first_k_dense_replace": 0, "moe_intermediate_size": 1407, "intermediate_size": 11008},
+            },
+            _one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+            _latent,
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            _deepseek_v3,
+            _describe_deepseek_v3,
+            {
+                **_OF_DEEPSEEK,
+                **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8},
+                **{"topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+                **{"moe_intermediate_size": 2048, "intermediate_size": 18432},
+            },
+            _one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+            _latent,
+            has_later_blocks=True,
         ),
         Family(
             "gpt_oss",

@@ -21,7 +21,7 @@ from te_jax.models import _hf_families as families
 from te_jax.models import adapters, decoder
 from te_jax.models._hf_families import Tensor
 from te_jax.models._hf_fields import UNUSED
-from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Params, kernel_facts
+from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.safetensors import (
     FolderError,
     Tensors,
@@ -57,8 +57,8 @@ def config_from_hf(folder: str | Path, *, ignore: Collection[str] = (), **change
     """The shape of a model of Hugging Face.
 
     Llama, Mistral, Qwen 2 and 3, Gemma (the first), 2 and 3 (of text), SmolLM 3, OLMo 2, Phi 3, Granite, Mixtral,
-    Qwen 3 MoE and gpt-oss, by the model_type of config.json. A field that the decoder does not know is an error, since
-    it may change the model, unless it is null or false.
+    Qwen 3 MoE, DeepSeek V2 and V3, and gpt-oss, by the model_type of config.json. A field that the decoder does not
+    know is an error, since it may change the model, unless it is null or false.
 
     Args:
       folder: with config.json. Where its safetensors hold another output head than the embedding, that is read, also if
@@ -130,7 +130,7 @@ def from_hf(
         )
     kept = 0 if not keep_fp8 else 1 if config.lora is None else 2
     places = None if shardings is None else shardings(config)
-    of_adapters = None
+    of_adapters, shape_of = None, _shape_of(config)
     if places is not None and config.lora is not None:
         of_adapters, places = adapters.split_adapters(places)
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -140,8 +140,10 @@ def from_hf(
 
     def load(path: Sequence[Any], shape: jax.ShapeDtypeStruct, place: Sharding | None) -> Quantizable:
         names = tuple(entry.key if isinstance(entry, jax.tree_util.DictKey) else entry.idx for entry in path)
-        rows = _rows(groups[names][0], names, _param_shapes(config))
-        return _load(tensors, names, groups[names], rows, jnp.dtype(param_dtype), place, kept)
+        rows = _rows(groups[names][0], names, shape_of)
+        dtype = jnp.dtype(np.float32 if names[-1] in families.IN_FLOAT32 else param_dtype)
+        copies = kept if names[-1] in config.projections else 0
+        return _load(tensors, names, groups[names], rows, dtype, place, copies)
 
     if places is None:
         params = jax.tree.map_with_path(lambda path, shape: load(path, shape, None), shapes)
@@ -216,7 +218,8 @@ def to_hf(
     for name, tensor in expected.items():
         param = arrays[tensor.paths[0]]
         shape = _file_shape(tensor, *(arrays[path].shape for path in tensor.paths))
-        shapes[name] = jax.ShapeDtypeStruct(shape, dtype or param.dtype)
+        in_float32 = tensor.paths[0][-1] in families.IN_FLOAT32
+        shapes[name] = jax.ShapeDtypeStruct(shape, np.float32 if in_float32 else dtype or param.dtype)
         if isinstance(param, QuantizedArray):
             shapes[name] = jax.ShapeDtypeStruct(shape, E4M3)
             shapes[name + _SCALES] = jax.ShapeDtypeStruct(scale_shape(_BLOCKS, shape[:1], shape[1:]), np.float32)
@@ -235,8 +238,11 @@ def to_hf(
         return np.asarray(_as_in_file(tuple(parts), tensor.form, shapes[name].dtype))
 
     in_fp8 = {name for name in expected if name + _SCALES in shapes}
-    of_all = {shape.dtype.name for name, shape in shapes.items() if name.removesuffix(_SCALES) not in in_fp8}
+    apart = in_fp8 | {name for name, tensor in expected.items() if tensor.paths[0][-1] in families.IN_FLOAT32}
+    of_all = {shape.dtype.name for name, shape in shapes.items() if name.removesuffix(_SCALES) not in apart}
     described = {name: value for name, value in described.items() if name not in ("dtype", "quantization_config")}
+    # Blocks for later tokens are not written.
+    described |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & described.keys(), 0)
     described |= {**(fields or {}), "torch_dtype": next(iter(of_all)) if len(of_all) == 1 else "float32"}
     if in_fp8:
         others = [t.name.removesuffix(".weight") for t in expected.values() if t.form == "transposed"]
@@ -273,7 +279,7 @@ def arrays_of(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig
     Raises:
       ValueError: one is missing, quantized or of another shape, or there are more.
     """
-    shapes, arrays = _param_shapes(config), {}
+    shape_of, arrays = _shape_of(config), {}
     for path, form in {path: tensor.form for tensor in tensors for path in tensor.paths}.items():
         name = "".join(f"[{entry!r}]" for entry in path)
         try:
@@ -285,9 +291,9 @@ def arrays_of(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig
                 f"params{name} is quantized, {param!r}: give the parameters that kernels were quantized from"
                 + ("" if form == "joined" else ", or kernels that BlockScaling quantized, in float8_e4m3fn")
             )
-        if getattr(param, "shape", None) != shapes[path[-1]]:
+        if getattr(param, "shape", None) != shape_of(path):
             raise ValueError(
-                f"params{name} has shape {getattr(param, 'shape', None)}: config asks for {shapes[path[-1]]}"
+                f"params{name} has shape {getattr(param, 'shape', None)}: config asks for {shape_of(path)}"
             )
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
     present = {jax.tree_util.keystr(path) for path, _ in leaves}
@@ -348,11 +354,13 @@ def _check(
         raise FolderError(f"{folder} lacks {quoted(*missing)}, which config.json asks for")
     # Older files hold tables of rotary positions, and some a tied head beside the embedding.
     unused = {name for name in tensors.types if name.endswith("rotary_emb.inv_freq")} | {_HEAD}
+    # Blocks behind the last one, which predict later tokens.
+    unused |= {name for name in tensors.types if family.has_later_blocks and _block_of(name) >= config.num_layers}
     if others := tensors.types.keys() - names - unused:
         raise FolderError(f"{folder} has {quoted(*others)}, which config.json does not ask for")
-    shapes, kinds = _param_shapes(config), {}
+    shape_of, kinds = _shape_of(config), {}
     for tensor in expected:
-        shape = _file_shape(tensor, *(shapes[path[-1]] for path in tensor.paths))
+        shape = _file_shape(tensor, *map(shape_of, tensor.paths))
         parts = _names_in_files(tensors, tensor)
         if kinds.setdefault(tensor.paths[0], len(parts)) != len(parts):
             raise FolderError(
@@ -405,11 +413,23 @@ def _check_part(
         raise FolderError(f"{folder}: {name} is {shown(found)}, and config.json asks for {wanted}")
 
 
-def _param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, by the end of its path."""
+def _block_of(name: str) -> int:
+    """The number of the block that a tensor is of, or -1."""
+    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return -1 if found is None else int(found[1])
+
+
+def _shape_of(config: DecoderConfig) -> Callable[[tuple[Any, ...]], tuple[int, ...]]:
+    """The shape of each parameter, by its path."""
     vocab, hidden = config.vocab_size, config.hidden_size
     tables = {"embedding": (vocab, hidden), "final_norm": (hidden,), "head": (hidden, vocab)}
-    return tables | config.kernel_shapes | config.other_shapes
+    # Blocks are of two kinds, at most.
+    of_kinds = {block: block.kernel_shapes | block.other_shapes for block in (config.block(0), config)}
+
+    def shape(path: tuple[Any, ...]) -> tuple[int, ...]:
+        return (of_kinds[config.block(path[1])] if path[0] == "layers" else tables)[path[-1]]
+
+    return shape
 
 
 def _file_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -422,11 +442,11 @@ def _file_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if tensor.form == "transposed" else shape
 
 
-def _rows(tensor: Tensor, path: tuple[Any, ...], shapes: Mapping[str, tuple[int, ...]]) -> slice:
+def _rows(tensor: Tensor, path: tuple[Any, ...], shape_of: Callable[[tuple[Any, ...]], tuple[int, ...]]) -> slice:
     """The rows of a tensor that hold a parameter."""
     if tensor.form != "joined":
         return slice(None)
-    sizes = [shapes[each[-1]][1] for each in tensor.paths]
+    sizes = [shape_of(each)[1] for each in tensor.paths]
     place = tensor.paths.index(path)
     return slice(sum(sizes[:place]), sum(sizes[: place + 1]))
 
@@ -457,7 +477,7 @@ def _load(
         source = _source(place, 2 + of_experts, transposed=True)
         whole = NamedSharding(source.mesh, PartitionSpec()) if isinstance(source, NamedSharding) else source
         codes, scales = ([tensors.read(part.name + end) for part in parts] for end in ("", _SCALES))
-        turned = _of_blocks(kept if path[-1] in (*ATTENTION, *MLP) else 0, dtype, place, source, whole)
+        turned = _of_blocks(kept, dtype, place, source, whole)
         return turned(put(codes, source), put(scales, whole))
     if len(quantized) > 1:
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place

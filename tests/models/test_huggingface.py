@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -24,6 +25,7 @@ from te_jax.models import (
     Experts,
     Factors,
     FolderError,
+    Latent,
     Lora,
     RopeScaling,
     Softcaps,
@@ -55,7 +57,8 @@ BLOCKS = BlockScaling().quantization("kernel")
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 # And these name tensors, or describe themselves, in ways of their own.
-WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3", "gemma2", "gemma3")
+WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3")
+GENERATED = tuple(name for name in WRITTEN if name != "mixtral")
 
 load = functools.cache(lambda name: from_hf(HF / name))
 jit_apply, jit_init = jax.jit(apply, static_argnums=2), jax.jit(init, static_argnums=0)
@@ -101,7 +104,7 @@ def test_logits_are_those_of_transformers(name):
     assert np.abs(found - logits).max() < 1e-5 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_oss", "granite", "smollm3", "olmo2", "phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", GENERATED)
 def test_generated_tokens_are_those_of_transformers(name):
     config, params = load(name)
     with np.load(HF / name / "expected.npz") as arrays:
@@ -180,7 +183,9 @@ def _in_blocks(folder, name, dtype):
     Largest codes are not all 448, so that quantizing again would change them.
     """
     rng = np.random.default_rng(0)
-    config = dataclasses.replace(config_from_hf(HF / name), num_layers=1, window=None, hidden_size=160, mlp_size=288)
+    config = config_from_hf(HF / name)
+    layers = 1 if config.experts is None else config.experts.dense_layers + 1
+    config = dataclasses.replace(config, num_layers=layers, window=None, hidden_size=160, mlp_size=288)
     to_hf(folder / "plain", config, jit_init(config, jax.random.key(0)), dtype="bfloat16")
     tensors = Tensors.open(folder / "plain")
     found = {name: tensors.read(name) for name in tensors.types}
@@ -242,7 +247,7 @@ def test_kernels_in_blocks_are_dequantized_or_kept_with_their_bytes(name, dtype,
     assert "quantization_config" not in fields_of(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("name", ["llama_2024", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_2024", "qwen3_moe", "deepseek_v3"])
 def test_kernels_in_blocks_compute_what_dequantized_ones_do(name, in_blocks, rng):
     folder, _ = in_blocks(name)
     config, kept = from_hf(folder, **IN_BLOCKS)
@@ -513,6 +518,14 @@ _GPT_OSS = _SILU | {
         **{"rope_type": "yarn", "truncate": False},
     },
 }
+_DEEPSEEK_YARN = {
+    **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"},
+}
+_DEEPSEEK = _UNBIASED | {
+    **{"aux_loss_alpha": 0.001, "ep_size": 1, "kv_lora_rank": 512, "moe_layer_freq": 1, "pretraining_tp": 1},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "seq_aux": True},
+    **{"tie_word_embeddings": False, "v_head_dim": 128},
+}
 HUB = {
     "Llama-3.1-8B": (
         _LLAMA3 | {"rope_scaling": _SCALED | {"factor": 8.0, "rope_type": "llama3"}},
@@ -604,6 +617,49 @@ HUB = {
         999_885_952,
         {"window": (*(512,) * 5, None) * 4 + (512,) * 2, "tied_head": True, "factors": Factors(scores=1 / 16)},
     ),
+    "DeepSeek-V3, without blocks for later tokens": (
+        _DEEPSEEK
+        | {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "n_routed_experts": 256}
+        | {"first_k_dense_replace": 3, "moe_intermediate_size": 2048, "n_group": 8, "n_shared_experts": 1}
+        | {"norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61}
+        | {
+            "num_key_value_heads": 128,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "quantization_config": BLOCK_FP8 | {"fmt": "e4m3"},
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_group": 4,
+        }
+        | {"topk_method": "noaux_tc", "vocab_size": 129280, "max_position_embeddings": 163840}
+        | {"rope_scaling": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        671_026_419_200,
+        {
+            "latent": Latent(512, 64, 128, 1536),
+            "head_dim": 192,
+            "rope_scaling": RopeScaling("yarn", 40.0, 4096, attention_factor=1.0),
+            "experts": Experts(
+                256,
+                Router(8, "sigmoid", num_groups=8, top_groups=4, scaling_factor=2.5),
+                balance_weight=0.001,
+                choice_bias=True,
+                shared=1,
+                dense_layers=3,
+                dense_size=18432,
+            ),
+        },
+    ),
+    "DeepSeek-V2-Lite": (
+        _DEEPSEEK
+        | {"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "n_routed_experts": 64}
+        | {"first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_group": 1, "n_shared_experts": 2}
+        | {"norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27}
+        | {"num_key_value_heads": 16, "q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax"}
+        | {"topk_group": 1, "topk_method": "greedy", "vocab_size": 102400, "max_position_embeddings": 163840}
+        | {"rope_scaling": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        15_706_484_224,
+        {"latent": Latent(512, 64, 128), "factors": Factors(scores=192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)},
+    ),
     "gpt-oss-20b, dequantized": (
         _GPT_OSS,
         20_914_757_184,
@@ -631,6 +687,10 @@ def test_llama_3_8b_is_a_preset(tmp_path):
     assert config_from_hf(tmp_path, dtype="bfloat16", remat=True) == PRESETS["8b"]
 
 
+def _experts(name, router):
+    return dataclasses.replace(config_from_hf(HF / name).experts, router=router)
+
+
 @pytest.mark.parametrize(
     ("like", "changes", "remove", "wanted"),
     [
@@ -651,6 +711,10 @@ def test_llama_3_8b_is_a_preset(tmp_path):
          {"rope_theta": (1e4, 1e6, 1e4), "rope_scaling": (None, RopeScaling("linear", 8.0), None)}),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["query_pre_attn_scalar"],
          {"rope_theta": (1e4, 1e6, 1e4), "factors": Factors(scores=1 / 16)}),
+        ("deepseek_v2", {"topk_method": "greedy"}, [],
+         {"experts": _experts("deepseek_v2", Router(4, normalize=False, scaling_factor=3.0))}),
+        ("deepseek_v3", {"n_group": 12, "num_nextn_predict_layers": 1}, ["routed_scaling_factor", "rope_interleave"],
+         {"experts": _experts("deepseek_v3", Router(4, "sigmoid", True, 12, 2, 2.5))}),
         ("gpt_oss", {}, ["rope_parameters"], {"rope_scaling": RopeScaling("yarn", 32.0, 4096, truncate=False)}),
         ("gpt_oss", {"rope_parameters": {}}, ["sliding_window"], {"rope_theta": 150000.0, "window": (128, None)}),
         ("llama", {"head_dim": None, "num_key_value_heads": None}, [], {"head_dim": 8, "num_kv_heads": 4}),
@@ -663,6 +727,22 @@ def test_fields_that_are_left_out_have_the_values_of_transformers(like, changes,
     config = config_from_hf(folder_with(tmp_path / "new", like, changes, remove))
     wanted = wanted or dataclasses.asdict(load(like)[0])
     assert {field: getattr(config, field) for field in wanted} == {**wanted, **_nested(wanted, config)}
+
+
+def test_blocks_for_later_tokens_are_neither_read_nor_written(tmp_path):
+    folder = folder_with(tmp_path / "new", "deepseek_v3", {"num_nextn_predict_layers": 1})
+    (folder / "model.safetensors").unlink()
+    tensors = Tensors.open(HF / "deepseek_v3")
+    found = {name: tensors.read(name) for name in tensors.types} | {
+        "model.layers.3.enorm.weight": np.ones(32, "float32")
+    }
+    write(folder, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in found.items()}, found.get)
+    config, params = from_hf(folder, param_dtype="bfloat16")
+    assert params["layers"][1]["expert_bias"].dtype == jnp.float32
+    assert_equal(jax.tree.map(lambda x: x.astype("float32"), params), load("deepseek_v3")[1])
+    to_hf(tmp_path / "again", config, params, like=folder)
+    fields = fields_of(tmp_path / "again")
+    assert (fields["num_nextn_predict_layers"], fields["torch_dtype"]) == (0, "bfloat16")
 
 
 def test_unknown_fields_are_ignored_by_their_names(tmp_path):
@@ -740,7 +820,23 @@ def _yarn(**changes):
         ("gemma3", {"rope_parameters": {"full_attention": {"a": 1}}}, "of rotary positions: 'a' is unknown"),
         ("granite", {"residual_multiplier": 0}, "factors.residual is 0: it needs to be a finite number above 0"),
         ("gpt_oss", {"layer_types": None}, "layer_types is missing"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, and te_jax.models knows False alone"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False, and te_jax.models knows True alone"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', and te_jax.models knows 'noaux_tc'"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2, and te_jax.models knows 1 alone"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_kv_heads is 2 and num_heads 4: with latent attention"),
+        ("deepseek_v3", {"first_k_dense_replace": 3}, "experts.dense_layers is 3, and num_layers is 3"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "latent.rank is 0: it needs to be a whole number"),
+        ("deepseek_v3", _yarn(mscale_all_dim=-1), "mscale and mscale_all_dim at least 0"),
+        ("deepseek_v3", _yarn(factor=10**400, mscale=1), "factor needs to be at least 1"),
+        ("deepseek_v3", _yarn(more=1), "of rotary positions: 'more' is unknown"),
+        ("deepseek_v2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "'mscale' is unkn"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc': te_jax.models knows greedy and group"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True, and te_jax.models knows False alone"),
+        ("deepseek_v2", {"n_shared_experts": None}, "n_shared_experts is missing"),
         # These are configs that no tensors belong to.
+        ("deepseek_v3", {"n_routed_experts": 10**9}, r"lacks 'model.layers.1.mlp.experts.12.down_proj.weight'"),
         ("llama", {"num_hidden_layers": 10**9}, r"lacks 'model.layers.2.\S+', .*, which config.json asks for"),
         ("mixtral", {"num_local_experts": 10**9}, r"lacks 'model.layers.0.\S+experts.10.w1.weight"),
         ("gpt_oss", {"num_local_experts": 10**9}, r"router.weight has shape \(4, 32\), .* \(1000000000, 32\)"),

@@ -29,6 +29,16 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"rope_theta": 1e3, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16}
 OF_GPT_OSS = YARN | {"rope_theta": 1.5e5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+OF_DEEPSEEK: Any = (
+    SHAPE
+    | NO_TOKENS
+    | {
+        **{"num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+        **{"qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 12, "num_experts_per_tok": 4},
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16},
+    }
+)
+del OF_DEEPSEEK["head_dim"]
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 CONFIGS = {
@@ -83,6 +93,20 @@ CONFIGS = {
     ),
     "mixtral": hf.MixtralConfig(**EXPERTS),
     "qwen3_moe": hf.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=16, norm_topk_prob=True),
+    "deepseek_v2": hf.DeepseekV2Config(
+        **OF_DEEPSEEK,
+        q_lora_rank=None,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=3.0,
+        rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek_v3": hf.DeepseekV3Config(
+        **OF_DEEPSEEK,
+        q_lora_rank=24,
+        num_mtp_layers=0,
+        rope_parameters=YARN | {"mscale": 1.5, "mscale_all_dim": 0.707},
+    ),
     "gpt_oss": hf.GptOssConfig(**EXPERTS, sliding_window=5, swiglu_limit=1.0, rope_parameters=OF_GPT_OSS),
 }
 
@@ -95,8 +119,12 @@ def make(folder: pathlib.Path, config: Any) -> None:
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1 or parameter_name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        biases = {name: 0.3 * torch.randn_like(bias) for name, bias in choice_biases(model).items()}
     shutil.rmtree(folder, ignore_errors=True)
-    model.bfloat16().save_pretrained(folder, max_shard_size="20KB" if name == "mistral" else "5GB")
+    model.bfloat16()
+    for name, bias in biases.items():  # in float32, as in published files
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
+    model.save_pretrained(folder, max_shard_size="20KB" if name == "mistral" else "5GB")
     (folder / "generation_config.json").unlink()
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -116,6 +144,10 @@ def make(folder: pathlib.Path, config: Any) -> None:
     np.savez_compressed(folder / "expected.npz", logits=logits.numpy(), **as_bytes)
 
 
+def choice_biases(model: Any) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
 def as_in_2024(path: pathlib.Path) -> None:
     fields = json.loads(path.read_text())
     scaling = fields.pop("rope_parameters")
@@ -128,7 +160,7 @@ def as_in_2024(path: pathlib.Path) -> None:
 
 def check_that_all_matters(model: Any, tokens: torch.Tensor, logits: torch.Tensor) -> None:
     """Every parameter moves logits, and no token is so near to another expert that rounding in float32 decides."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *choice_biases(model).items()):
         kept = parameter.clone()
         parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
         moved = (model(tokens).logits - logits).abs().max() / logits.abs().max()
@@ -142,9 +174,26 @@ def check_that_all_matters(model: Any, tokens: torch.Tensor, logits: torch.Tenso
 
 def check_gap(router: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     """The scores of the last expert that is chosen, and of the first that is not."""
+    if hasattr(router, "num_group"):
+        return check_gaps_of_groups(router, inputs[0])
     scores = torch.nn.functional.linear(inputs[0], router.weight, getattr(router, "bias", None)).sort(-1).values
     gaps = scores[..., -2] - scores[..., -3]
     assert gaps.min() > 1e-4, gaps
+
+
+def check_gaps_of_groups(router: Any, x: torch.Tensor) -> None:
+    """The same of DeepSeek's: of groups, and of the experts in those that are chosen."""
+    logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), router.weight)
+    is_v3 = hasattr(router, "e_score_correction_bias")
+    scores = logits.sigmoid() + router.e_score_correction_bias if is_v3 else logits.softmax(-1)
+    grouped = scores.unflatten(-1, (router.num_group, -1))
+    of_groups = grouped.topk(2 if is_v3 else 1, dim=-1).values.sum(-1)
+    chosen = of_groups >= of_groups.topk(router.topk_group, dim=-1).values[:, -1:]
+    inside = grouped.masked_fill(~chosen[..., None], -1).flatten(1)
+    for values, count in ((of_groups, router.topk_group), (inside, router.top_k)):
+        ordered = values.sort(dim=-1, descending=True).values
+        gaps = ordered[:, count - 1] - ordered[:, count]
+        assert gaps.min() > 1e-5, gaps
 
 
 if __name__ == "__main__":
