@@ -23,6 +23,9 @@ BLOCK_FP8: dict[str, object] = {
 }
 """A quantization_config of tensors in blocks of 128 × 128 with scales: `weight` and `weight_scale_inv`."""
 
+ParamPath: TypeAlias = tuple[Any, ...]
+"""The keys of a parameter in those of a decoder, from the outermost."""
+
 IN_FLOAT32 = ("expert_bias",)
 """Parameters that are in float32 in every model: small differences of large values choose experts."""
 
@@ -582,7 +585,7 @@ class Tensor(NamedTuple):
     """
 
     name: str
-    paths: tuple[tuple[Any, ...], ...]
+    paths: tuple[ParamPath, ...]
     form: Literal["plain", "transposed", "pairs", "joined"]
     expert: int | None = None
 

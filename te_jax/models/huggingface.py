@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from te_jax._core.types import E4M3, PyTree
 from te_jax.models import _hf_families as families
 from te_jax.models import adapters, decoder
-from te_jax.models._hf_families import Tensor
+from te_jax.models._hf_families import ParamPath, Tensor
 from te_jax.models._hf_fields import UNUSED
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.safetensors import (
@@ -133,7 +133,7 @@ def from_hf(
     of_adapters, shape_of = None, _shape_of(config)
     if places is not None and config.lora is not None:
         of_adapters, places = adapters.split_adapters(places)
-    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    groups: dict[ParamPath, list[Tensor]] = {}
     for tensor in expected:
         for path in tensor.paths:
             groups.setdefault(path, []).append(tensor)
@@ -273,7 +273,7 @@ def _as_in_file(params: tuple[jax.Array, ...], form: str, dtype: np.dtype) -> ja
     return arrays[0].T if form == "transposed" else arrays[0]
 
 
-def arrays_of(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig) -> dict[tuple[Any, ...], Any]:
+def arrays_of(params: PyTree, tensors: Collection[Tensor], config: DecoderConfig) -> dict[ParamPath, Any]:
     """The parameters that tensors hold, by their paths.
 
     Raises:
@@ -419,14 +419,14 @@ def _block_of(name: str) -> int:
     return -1 if found is None else int(found[1])
 
 
-def _shape_of(config: DecoderConfig) -> Callable[[tuple[Any, ...]], tuple[int, ...]]:
+def _shape_of(config: DecoderConfig) -> Callable[[ParamPath], tuple[int, ...]]:
     """The shape of each parameter, by its path."""
     vocab, hidden = config.vocab_size, config.hidden_size
     tables = {"embedding": (vocab, hidden), "final_norm": (hidden,), "head": (hidden, vocab)}
     # Blocks are of two kinds, at most.
     of_kinds = {block: block.kernel_shapes | block.other_shapes for block in (config.block(0), config)}
 
-    def shape(path: tuple[Any, ...]) -> tuple[int, ...]:
+    def shape(path: ParamPath) -> tuple[int, ...]:
         return (of_kinds[config.block(path[1])] if path[0] == "layers" else tables)[path[-1]]
 
     return shape
@@ -442,7 +442,7 @@ def _file_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if tensor.form == "transposed" else shape
 
 
-def _rows(tensor: Tensor, path: tuple[Any, ...], shape_of: Callable[[tuple[Any, ...]], tuple[int, ...]]) -> slice:
+def _rows(tensor: Tensor, path: ParamPath, shape_of: Callable[[ParamPath], tuple[int, ...]]) -> slice:
     """The rows of a tensor that hold a parameter."""
     if tensor.form != "joined":
         return slice(None)
@@ -457,7 +457,7 @@ def _at(params: PyTree, path: Sequence[str | int]) -> Any:
 
 def _load(
     tensors: Tensors,
-    path: tuple[Any, ...],
+    path: ParamPath,
     parts: Sequence[Tensor],
     rows: slice,
     dtype: np.dtype,
