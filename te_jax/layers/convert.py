@@ -391,6 +391,8 @@ EMBEDDING, ADAPTER = "an embedding", "an adapter of LoRA, which stays as it is"
 
 def no_linear_layer(layer: type, linear_layers: str) -> str:
     """The reason for which the kernels of a class that is no linear layer are left alone."""
+    if any(base.__module__.startswith("flax.") and "Conv" in base.__name__ for base in layer.__mro__):
+        return "a convolution"
     name = f"{layer.__module__}.{layer.__qualname__}"
     ways = "use one of these or te_jax.ops.einsum in it, or give convert a KernelsLayer for it"
     return f"{name} is none of {linear_layers}: {ways}"

@@ -255,6 +255,7 @@ ALONE = {
     "no contraction": (nn.Einsum((32, 32), "ab,cd->abcd"), "einsum_str 'ab,cd->abcd' is no product of inputs"),
     "another class": (OwnKernel(), f"{__name__}.OwnKernel is none of {OTHERS}"),
     "a foreign class of the same name": (Foreign.Einsum(), f"{__name__}.Foreign.Einsum is none of {OTHERS}"),
+    "a convolution": (nn.Conv(32, (2,)), "a convolution"),
     "a class that qwix made": (by_qwix(nn.Dense)(32), "its model is one of qwix, which computes the products"),
 }
 

@@ -228,6 +228,7 @@ ALONE = {
     NO_PRODUCT: layer_of(nnx.Einsum, "bd,ef->bdef", (32, 32)),
     "its dtype complex64 is none of FP8 layers": layer_of(nnx.Linear, 32, 32, dtype=jnp.complex64),
     f"{__name__}.OwnKernel is none of {OTHERS}": OwnKernel,
+    "a convolution": layer_of(nnx.Conv, 32, 32, (2,)),
     f"{__name__}.Foreign.Einsum is none of {OTHERS}": Foreign.Einsum,
     "it has variables besides kernel and bias: kernel_lora_a, stats/absmax": adapted,
     "its kernel is no nnx.Variable": packed,
