@@ -169,7 +169,7 @@ def memory_of(devices: Sequence[Any]) -> int:
     return limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
 
 
-def places_of(devices: Sequence[Any], config: DecoderConfig) -> PyTree:
+def places_of(devices: Sequence[object], config: DecoderConfig) -> PyTree:
     """Where devices that share a decoder while it generates have each of its parameters. Each has some columns of every
     expert, and not some experts, which XLA would gather.
 

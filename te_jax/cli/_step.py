@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from te_jax import debug, layers, optim
+from te_jax._core.types import PyTree
 from te_jax.cli import _config
 from te_jax.cli._placement import Placement
 from te_jax.cli._plan import Model, Plan
@@ -108,8 +109,11 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
     )
     seed, dtype = jnp.uint32(training.seed), model.state_dtype
     master_dtype = "int16" if model.parameters == "bfloat16" else None
+    experts = model.config.experts
+    # It has no gradient that would hold against the decay.
+    mask = _without_choice_bias if experts is not None and experts.choice_bias else None
     adamw = functools.partial(
-        optim.adamw, schedule, b2=0.95, weight_decay=0.1, mu_dtype=dtype, nu_dtype=dtype, seed=seed
+        optim.adamw, schedule, b2=0.95, weight_decay=0.1, mask=mask, mu_dtype=dtype, nu_dtype=dtype, seed=seed
     )
     if training.optimizer == "muon":
         optimizer = optim.muon(
@@ -127,6 +131,10 @@ def build_optimizer(plan: Plan, model: Model) -> optax.GradientTransformation:
         optimizer = optim.offload(optimizer, min_size=_config.OFFLOAD_MIN_SIZE)
     clips = [optax.clip_by_global_norm(training.clip_norm)] if training.clip_norm else []
     return optax.chain(*clips, optimizer)
+
+
+def _without_choice_bias(params: PyTree) -> PyTree:
+    return jax.tree.map_with_path(lambda path, _: getattr(path[-1], "key", None) != "expert_bias", params)
 
 
 def build_loss(plan: Plan, model: Model) -> LossFunction:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import native, optim
+from te_jax._core.types import PyTree
 from te_jax.cli import _config, _placement, _run_folder, _text
 from te_jax.cli.errors import UserError
 from te_jax.models import (
@@ -55,7 +56,7 @@ def of_run(
     dtype: jax.typing.DTypeLike,
     *,
     adapters_alone: bool = False,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[object] | None = None,
 ) -> Trained:
     """The model of a run at its last checkpoint.
 
@@ -101,7 +102,7 @@ def of_run(
     return Trained(config, params, options.get("tokenizer"), folder, f"{path}, step {step}", seq_len)
 
 
-def _params_of(path: Path, like: Any, options: dict[str, Any]) -> tuple[int, Any]:
+def _params_of(path: Path, like: PyTree, options: dict[str, Any]) -> tuple[int, PyTree]:
     """The last step of a run, and the parameters that it trains then."""
     if options.get("parameters") != "bfloat16" or jax.tree.leaves(like)[0].dtype == jnp.bfloat16:
         step, state = _run_folder.read_state(path, {"params": like})
@@ -118,7 +119,7 @@ def _params_of(path: Path, like: Any, options: dict[str, Any]) -> tuple[int, Any
     return step, jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), exact, like)
 
 
-def _merged(config: DecoderConfig, adapters: Any, params: Any) -> tuple[DecoderConfig, Any]:
+def _merged(config: DecoderConfig, adapters: PyTree, params: PyTree) -> tuple[DecoderConfig, PyTree]:
     """Parameters with their adapters in them, which go where these lie."""
     place = jax.tree.leaves(params)[0].sharding
     if isinstance(place, NamedSharding):
@@ -132,7 +133,7 @@ def of_folder(
     *,
     keep_fp8: bool = False,
     lora: Path | None = None,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[object] | None = None,
 ) -> Trained:
     """A model of Hugging Face.
 
@@ -153,9 +154,10 @@ def of_folder(
             fp8_implementation(None, "block_1x128", unsupported("block_1x128"), by_xla=False)
             recipe = BlockScaling()
     shardings = None if devices is None else functools.partial(_placement.places_of, devices)
-    options: Any = {"param_dtype": dtype, "shardings": shardings, "keep_fp8": recipe is not None}
     with _config.reading(path):
-        config, params = from_hf(path, recipe=recipe, **options)
+        config, params = from_hf(
+            path, param_dtype=dtype, shardings=shardings, keep_fp8=recipe is not None, recipe=recipe
+        )
     if lora is not None:
         with _config.reading(lora):
             config, adapters = from_peft(lora, config)

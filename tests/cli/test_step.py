@@ -15,7 +15,8 @@ from te_jax.cli import _memory, _placement, _plan, _step
 from te_jax.cli._options import Options
 from te_jax.cli._run_folder import RunFolder
 from te_jax.cli._text import Tokens
-from te_jax.models import PRESETS
+from te_jax.layers import Router
+from te_jax.models import PRESETS, Experts
 from te_jax.optim import ScaleByAdamState
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling, DelayedScaling
@@ -76,6 +77,17 @@ def test_gradients_are_clipped_to_a_norm(clip_norm, scale):
     optimizer = _step.build_optimizer(plan, *plan.models)
     (_, state) = jax.jit(lambda x: optimizer.update(x, optimizer.init(x), x))(gradient)
     np.testing.assert_allclose(adam_of(state).mu, 0.1 * scale * gradient, rtol=1e-5)
+
+
+def test_the_bias_of_a_choice_of_experts_does_not_decay(monkeypatch):
+    experts = Experts(2, Router(top_k=1, score="sigmoid"), choice_bias=True)
+    monkeypatch.setitem(PRESETS, "nano", dataclasses.replace(PRESETS["nano"], experts=experts))
+    plan = plan_of(preset="nano")
+    optimizer = _step.build_optimizer(plan, *plan.models)
+    params = {"layers": [{"expert_bias": jnp.ones(2), "router": jnp.ones((4, 2))}]}
+    updates, _ = jax.jit(lambda x: optimizer.update(jax.tree.map(jnp.zeros_like, x), optimizer.init(x), x))(params)
+    assert not updates["layers"][0]["expert_bias"].any()
+    assert (updates["layers"][0]["router"] < 0).all()
 
 
 def test_moments_in_few_bytes_are_rounded_by_the_seed(rng):
