@@ -141,9 +141,10 @@ def run(args: argparse.Namespace) -> int:
     stop = tuple(token for token in _ends(trained.folder) if token < config.vocab_size)
     rows, longest = 1 if args.prompts is None else args.batch, max(map(len, prompts))
     time = longest if args.prompts is None else -(-longest // _BUCKET) * _BUCKET
-    vectors = 2 * rows * config.num_layers * config.num_kv_heads * (time + max(args.max_new_tokens, 0))
-    devices = devices or jax.devices()[:1]
-    needed, present = vectors * config.head_dim * dtype.itemsize, _placement.memory_of(devices) * len(devices)
+    latent, devices = config.latent, devices or jax.devices()[:1]
+    width = 2 * config.num_kv_heads * config.head_dim if latent is None else latent.rank + latent.rope_dim
+    values = rows * config.num_layers * (time + max(args.max_new_tokens, 0)) * width
+    needed, present = values * dtype.itemsize, _placement.memory_of(devices) * len(devices)
     if needed > present:
         raise UserError(
             f"--max-new-tokens is {args.max_new_tokens}: keys and values of as many tokens take "
