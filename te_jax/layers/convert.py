@@ -452,7 +452,7 @@ def _is_head(path: str) -> bool:
 
 def _skipped_by_name(path: str, experts: bool) -> str | None:
     if _is_head(path):
-        return "an output head by its name"
+        return "an output head by its name: see ops.linear_cross_entropy"
     parts = _parts(path)
     gate = not experts and any(b == "gate" and "moe" in a for a, b in itertools.pairwise(parts))
     if gate or _ROUTERS.intersection(parts):

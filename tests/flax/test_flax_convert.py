@@ -203,7 +203,7 @@ def test_what_is_left_alone_by_default_and_why():
         "": "an embedding",
         "embed": "an embedding",
         "router": "a router by its name",
-        "logitdense": "an output head by its name",
+        "logitdense": "an output head by its name: see ops.linear_cross_entropy",
     }
     assert {layer.path for layer in report(model).converted} == {"layer/up", "layer/down", "odd"}
 

@@ -98,7 +98,7 @@ def test_classes_of_other_libraries_multiply_like_ops_einsum(rng, api, recipe):
         "up": f"{own.__name__} (32, 3, 16)",
         "down": f"{own.__name__} (3, 16, 32)",
     }
-    assert reasons(report) == {"lm_head": "an output head by its name"}
+    assert reasons(report) == {"lm_head": "an output head by its name: see ops.linear_cross_entropy"}
     assert not any(layer.all_experts for layer in report.layers)
     w, bias = (api.parameters(model)["up"][name] for name in ("w", "bias"))
     state = recipe.init() if recipe is DELAYED else None
@@ -145,7 +145,7 @@ def test_what_is_left_alone_by_default_and_why(api):
     assert {layer.path for layer in report.converted} == {"up", "down", "odd"}
     assert reasons(report) == {
         "router": "a router by its name",
-        "logitdense": "an output head by its name",
+        "logitdense": "an output head by its name: see ops.linear_cross_entropy",
     }
     _, report = api.convert(model, None, x, rules=[("up", BlockScaling())])
     assert [layer.path for layer in report.converted] == ["up"]

@@ -97,7 +97,7 @@ def test_it_multiplies_in_fp8_with_the_same_variables(rng):
     assert reasons(report) == {
         "embed": "an embedding",
         "router": "a router by its name",
-        "lm_head": "an output head by its name",
+        "lm_head": "an output head by its name: see ops.linear_cross_entropy",
     }
     assert type(model.lm_head) is type(model.router) is nnx.Linear
     after = {id(variable): path for path, variable in nnx.iter_graph(model) if isinstance(variable, nnx.Param)}
