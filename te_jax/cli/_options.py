@@ -33,7 +33,7 @@ STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 # rounding of numbers.
 _CHANGEABLE = (
     *("text", "tokenizer", "from_", "checkpoint_every", "devices", "replicas", "fsdp", "tp", "cp", "transport"),
-    *("remat", "offload", "microbatches", "deterministic", "statistics", "tensorboard"),
+    *("remat", "offload", "microbatches", "deterministic", "statistics", "tensorboard", "hang_timeout"),
 )
 
 
@@ -343,12 +343,18 @@ class Output(_Group):
         None, "steps between checkpoints (1000 on GPUs, 100 on CPUs)", type=int, metavar="STEPS"
     )
 
+    hang_timeout: int = _option(
+        1800, "end a run without a further step for so long, with exit status 75; 0 for never", metavar="SECONDS"
+    )
+
     counts = ("eval_every", "checkpoint_every")
 
     def __post_init__(self):
         super().__post_init__()
         if self.statistics < 0:
             raise UserError(f"--statistics is {self.statistics}: it must be at least 1, or 0 for none")
+        if self.hang_timeout < 0:
+            raise UserError(f"--hang-timeout is {self.hang_timeout}: it must be at least 1 second, or 0 for never")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,13 +28,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from te_jax._core.terminal import reason_of
 from te_jax.cli.errors import UserError
 
-__all__ = ["Vote", "count", "from_first", "hosts", "index", "is_first", "joined", "leave"]
+__all__ = [
+    "Vote",
+    "count",
+    "end",
+    "from_first",
+    "hosts",
+    "index",
+    "is_first",
+    "joined",
+    "leave",
+    "tell_step",
+    "told_steps",
+]
 
 _VARIABLES = (
     ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # srun's: a batch script has SLURM_NTASKS too, and is one process
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 )
+_STEPS = "te_jax/step/"
 _HEARTBEAT_S = 10  # without a sign of life, after which JAX ends the others
 _GOODBYE_MS = 3000
 _MOMENT_S = 0.5
@@ -157,6 +170,30 @@ def leave(status: int) -> None:
             _store().key_value_set("te_jax/ended", str(status))
             _say_goodbye()
     os._exit(status)  # Python's own end would wait for steps that never end
+
+
+def end(status: int, message: str) -> None:
+    """Ends all processes with a status, from a thread. The first that asks says why; the watcher ends the others."""
+    global _failed
+    if _count > 1 and not _is_first_to_fail():
+        return
+    _failed = True
+    print(f"te-jax: error: {message}", file=sys.__stderr__, flush=True)
+    leave(status)
+
+
+def tell_step(step: int) -> None:
+    """Tells the other processes how far this one is."""
+    if _count > 1:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
+            _store().key_value_set(f"{_STEPS}{_index}", str(step), allow_overwrite=True)
+
+
+def told_steps() -> dict[int, int]:
+    """How far each process is, by what it told last."""
+    if _count == 1:
+        return {}
+    return {int(key.rpartition("/")[2]): int(step) for key, step in _store().key_value_dir_get(_STEPS)}
 
 
 def _watch() -> None:

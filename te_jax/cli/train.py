@@ -36,6 +36,7 @@ from te_jax.cli import (
     _statistics,
     _step,
     _text,
+    _watchdog,
     plot,
 )
 from te_jax.cli._plan import Plan
@@ -264,6 +265,7 @@ def _train(
         records.add("validation", step, {name: it.evaluate(states[name], windows) for name, it in learners.items()})
         records.flush()
 
+    watchdog = _watchdog.Watchdog(output.hang_timeout, done, _continue(folder))
     try:
         if not done:
             evaluate(0)
@@ -286,6 +288,7 @@ def _train(
                 else:
                     states[name], losses[name] = learner.step(states[name], batch)
             records.add("train", step, losses)
+            watchdog.progressed(step)
             if (asked := vote(signals[0] if signals else 0)) and not signals:
                 signals.append(signal.Signals(asked))
             stops = step == steps or asked > 0
@@ -302,8 +305,10 @@ def _train(
                 if stops:
                     break
                 progress.time_steps()
+        watchdog.stop()  # a slow disk may take longer
         folder.finish_saving()
     finally:
+        watchdog.stop()
         progress.close()
         if writer is not None:
             writer.close()

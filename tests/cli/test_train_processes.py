@@ -10,7 +10,9 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import orbax.checkpoint
@@ -18,7 +20,7 @@ import pytest
 from processes import finish, start
 from runs import SMALL, losses, records, train_slowly, without_last_checkpoint
 
-from te_jax.cli import _processes
+from te_jax.cli import _processes, _text, _watchdog
 from te_jax.cli._run_folder import RunFolder, RunShare
 from te_jax.cli.errors import UserError
 from te_jax.cli.main import main
@@ -152,6 +154,64 @@ def test_a_signal_to_any_process_saves_and_ends_both(receivers, tmp_path):
     assert latest_step(out) == step
     assert told(shown)[-1].startswith(f"te-jax: SIGTERM: step {step} of 5000 is saved; continue with te-jax train ")
     assert len(told(shown)) == 1 + (0 in receivers)  # that it saves says only the first
+
+
+def hang_at_step_3(*, hangs):
+    """Behind the compiled steps none may take longer than three seconds. A process that hangs has no third."""
+    progressed, training_starts = _watchdog.Watchdog.progressed, _text.training_starts
+
+    def watched(self, step):
+        progressed(self, step)
+        self._seconds = 3 if step >= 2 else self._seconds
+
+    def starts(*args, step, **options):
+        if step == 3:
+            threading.Event().wait()
+        return training_starts(*args, step=step, **options)
+
+    _watchdog.Watchdog.progressed = watched
+    _text.training_starts = starts if hangs else training_starts
+
+
+def test_a_watchdog_waits_for_the_next_step_and_names_who_is_behind(monkeypatch):
+    now, ended = [0.0], []
+    monkeypatch.setattr(_watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_processes, "end", lambda *how: ended.append(how))
+    monkeypatch.setattr(_processes, "told_steps", lambda: {0: 7, 1: 6, 2: 6})
+    watchdog = _watchdog.Watchdog(0.04, 6, "go on")
+    now[0] = 0.04
+    watchdog.progressed(7)
+    for now[0] in (0.07, 0.08):
+        time.sleep(0.1)
+        assert not ended
+    now[0] = 0.09
+    wait_for(lambda: ended, ())
+    where = "processes 1, 2 of 3 are still at step 6"
+    assert ended == [(75, f"no step after 7 for 0.04 s (--hang-timeout); {where}: go on")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_a_process_that_hangs_ends_all_and_is_named(hanging, tmp_path):
+    out = tmp_path / "run"
+    before = [functools.partial(hang_at_step_3, hangs=index == hanging) for index in (0, 1)]
+    processes, shown = start_two([*LONG, "--out", str(out)], tmp_path, before)
+    assert end_of(processes, 60) == [75, 75]
+    (line,) = [line for line in told(shown) if "error" in line]
+    way_out = f"continue with te-jax train --resume --out {out}"
+    assert re.fullmatch(
+        rf"te-jax: error: no step after \d+ for 3 s \(--hang-timeout\); process {hanging} of 2 is still at step [12]: "
+        + re.escape(way_out),
+        line,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_ends(tmp_path):
+    shown = tmp_path / "shown"
+    process = start([*LONG, "--out", str(tmp_path / "run")], shown, functools.partial(hang_at_step_3, hangs=True))
+    assert end_of([process], 60) == [75]
+    assert "te-jax: error: no step after 2 for 3 s (--hang-timeout): continue with te-jax train" in shown.read_text()
 
 
 @pytest.mark.slow
