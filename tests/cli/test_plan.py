@@ -286,6 +286,7 @@ CHANGED = {
 FREE = {
     **{"text": "x", "tokenizer": "x", "from_": "x", "checkpoint_every": "3", "remat": "", "offload": "optimizer"},
     **{"microbatches": "2", "deterministic": "", "tensorboard": "", "statistics": "5", "steps": "300"},
+    **{"hang_timeout": "60"},
 }
 
 
