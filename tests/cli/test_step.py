@@ -118,8 +118,11 @@ def test_parameters_in_bfloat16_are_rounded_from_the_same_weights(rng):
     for one, another in zip(*map(jax.tree.leaves, (before, same)), strict=True):
         np.testing.assert_array_equal(one, another)
     steps, wanted = (jax.tree.leaves(jax.tree.map(np.subtract, of, before)) for of in (others, after))
+    # Adam's first steps are as long for a gradient that rounds to the other side of 0.
     for step, expected in zip(steps, wanted, strict=True):
-        assert relative_error(step, expected) < 0.03
+        assert relative_error(step, expected) < 0.2
+    of_all, of_all_wanted = (np.concatenate([np.ravel(step) for step in each]) for each in (steps, wanted))
+    assert relative_error(of_all, of_all_wanted) < 0.03
 
 
 def test_layers_quantize_their_own_kernels_where_copies_would_not_fit(monkeypatch, capsys, rng):
