@@ -169,6 +169,7 @@ def hang_at_step_3(*, hangs):
             threading.Event().wait()
         return training_starts(*args, step=step, **options)
 
+    _watchdog._LOOKS_S = 0.3
     _watchdog.Watchdog.progressed = watched
     _text.training_starts = starts if hangs else training_starts
 
