@@ -190,10 +190,11 @@ def tell_step(step: int) -> None:
 
 
 def told_steps() -> dict[int, int]:
-    """How far each process is, by what it told last."""
-    if _count == 1:
-        return {}
-    return {int(key.rpartition("/")[2]): int(step) for key, step in _store().key_value_dir_get(_STEPS)}
+    """How far each process is, by what it told last; nothing where process 0 is gone."""
+    if _count > 1:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return {int(key.rpartition("/")[2]): int(step) for key, step in _store().key_value_dir_get(_STEPS)}
+    return {}
 
 
 def _watch() -> None:

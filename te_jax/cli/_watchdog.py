@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from te_jax.cli import _processes
 
@@ -16,6 +15,8 @@ _LOOKS_S = 5.0  # between two looks, at most
 class Watchdog:
     """Ends all processes where a step takes longer than so many seconds, until it is stopped.
 
+    It adds up what it waits between its looks, and asks no clock: a process that was suspended has not hung.
+
     Args:
       seconds: how long; 0 for never.
       step: the last one before these.
@@ -24,7 +25,7 @@ class Watchdog:
 
     def __init__(self, seconds: int, step: int, way_out: str):
         self._seconds, self._way_out = seconds, way_out
-        self._step, self._since = step, time.monotonic()
+        self._step, self._waited = step, 0.0
         self._left = threading.Event()
         if seconds:
             threading.Thread(target=self._look, daemon=True).start()
@@ -35,12 +36,14 @@ class Watchdog:
 
     def progressed(self, step: int) -> None:
         """This process has handed a step to its devices."""
-        self._step, self._since = step, time.monotonic()
+        self._step, self._waited = step, 0.0
 
     def _look(self) -> None:
-        while not self._left.wait(min(self._seconds / 4, _LOOKS_S)):
+        pause = min(self._seconds / 4, _LOOKS_S)
+        while not self._left.wait(pause):
             _processes.tell_step(self._step)
-            if time.monotonic() - self._since > self._seconds:
+            self._waited += pause
+            if self._waited > self._seconds:
                 _processes.end(EXIT_STATUS, self._message())
                 return
 

@@ -1,16 +1,16 @@
-"""Models of Hugging Face that the decoder can be: their config.json, and the names of their tensors."""
+"""Models of Hugging Face that the decoder can be, and their config.json."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeAlias
 
 from te_jax._core.arguments import is_finite_number
 from te_jax.layers.attention import RopeScaling
 from te_jax.layers.mixture import Router
 from te_jax.models._hf_fields import Fields
+from te_jax.models._hf_tensors import OfExperts, of_gpt_oss, one_by_one
 from te_jax.models.config import ATTENTION, MLP, DecoderConfig, Experts, Factors, Latent, Rope, Softcaps
 from te_jax.models.safetensors import FolderError, shown
 from te_jax.reference.activation import Activation
@@ -22,12 +22,6 @@ BLOCK_FP8: dict[str, object] = {
     **{"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 }
 """A quantization_config of tensors in blocks of 128 × 128 with scales: `weight` and `weight_scale_inv`."""
-
-ParamPath: TypeAlias = tuple[Any, ...]
-"""The keys of a parameter in those of a decoder, from the outermost."""
-
-IN_FLOAT32 = ("expert_bias",)
-"""Parameters that are in float32 in every model: small differences of large values choose experts."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _BIASES = ("query", "key", "value")
@@ -573,116 +567,6 @@ def _describe_gpt_oss(config: DecoderConfig) -> dict[str, object]:
     return found | _describe_router(config) | _describe_windows(config)
 
 
-class Tensor(NamedTuple):
-    """A tensor of a model, and the parameters that it holds.
-
-    Attributes:
-      name: in safetensors.
-      paths: of parameters of the decoder.
-      form: "plain" as it is, or "transposed"; "pairs" holds two parameters, whose last dimensions alternate, and
-        "joined" several transposed ones, one after the other.
-      expert: of a parameter [experts, …], the one that it holds; None for all.
-    """
-
-    name: str
-    paths: tuple[ParamPath, ...]
-    form: Literal["plain", "transposed", "pairs", "joined"]
-    expert: int | None = None
-
-    @property
-    def is_transposed(self) -> bool:
-        return self.form in ("transposed", "joined")
-
-
-def tensors(family: Family, config: DecoderConfig) -> Iterator[Tensor]:
-    """All tensors of a model of a family."""
-    yield Tensor("model.embed_tokens.weight", (("embedding",),), "plain")
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for place, names in family.joined.items():
-            yield Tensor(f"{prefix}{place}.weight", tuple(("layers", layer, name) for name in names), "joined")
-        block = config.block(layer)
-        for name in (*block.kernel_shapes, *block.other_shapes):
-            if name in itertools.chain(*family.joined.values()):
-                continue
-            if block.experts is not None and name.removesuffix("_bias") in _OF_EXPERTS:
-                continue
-            place, suffix = module(layer, name.removesuffix("_bias")), ".bias" if name.endswith("_bias") else ".weight"
-            if name == "mlp_norm" and config.norms == "both":
-                place = f"{prefix}pre_feedforward_layernorm"
-            form = "transposed" if name in block.kernel_shapes else "plain"
-            yield Tensor(place if name == "sinks" else place + suffix, (("layers", layer, name),), form)
-        if block.experts is not None:
-            yield from family.experts(prefix, layer, block.experts)
-    yield Tensor("model.norm.weight", (("final_norm",),), "plain")
-    if not config.tied_head:
-        yield Tensor("lm_head.weight", (("head",),), "transposed")
-
-
-def module(layer: int, name: str) -> str:
-    """The module of transformers that holds a parameter of a block, of no expert."""
-    return f"model.layers.{layer}.{_PLACES[name]}"
-
-
-_OF_EXPERTS = (*MLP, *(f"shared_{name}" for name in MLP), "router", "expert")
-_PLACES = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "out": "self_attn.o_proj",
-    "query_norm": "self_attn.q_norm",
-    "key_norm": "self_attn.k_norm",
-    "sinks": "self_attn.sinks",
-    "query_down": "self_attn.q_a_proj",
-    "query_down_norm": "self_attn.q_a_layernorm",
-    "query_up": "self_attn.q_b_proj",
-    "key_value_down": "self_attn.kv_a_proj_with_mqa",
-    "key_value_norm": "self_attn.kv_a_layernorm",
-    "key_value_up": "self_attn.kv_b_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-
-
-def _one_by_one(where: str, names: dict[str, str]) -> Callable[[str, int, Experts], Iterator[Tensor]]:
-    """The tensors of experts that have one each."""
-
-    def of(prefix: str, layer: int, experts: Experts) -> Iterator[Tensor]:
-        prefix += where
-        yield Tensor(f"{prefix}.gate.weight", (("layers", layer, "router"),), "transposed")
-        if experts.choice_bias:
-            yield Tensor(f"{prefix}.gate.e_score_correction_bias", (("layers", layer, "expert_bias"),), "plain")
-        for name, theirs in names.items() if experts.shared else ():
-            full = f"{prefix}.shared_experts.{theirs}.weight"
-            yield Tensor(full, (("layers", layer, f"shared_{name}"),), "transposed")
-        for expert in range(experts.num_experts):
-            for name, theirs in names.items():
-                full = f"{prefix}.experts.{expert}.{theirs}.weight"
-                yield Tensor(full, (("layers", layer, name),), "transposed", expert)
-
-    return of
-
-
-def _of_gpt_oss(prefix: str, layer: int, experts: Experts) -> Iterator[Tensor]:
-    del experts
-
-    def path(name: str) -> tuple[str | int, ...]:
-        return ("layers", layer, name)
-
-    prefix += "mlp."
-    yield Tensor(f"{prefix}router.weight", (path("router"),), "transposed")
-    yield Tensor(f"{prefix}router.bias", (path("router_bias"),), "plain")
-    yield Tensor(f"{prefix}experts.gate_up_proj", (path("gate"), path("up")), "pairs")
-    yield Tensor(f"{prefix}experts.gate_up_proj_bias", (path("gate_bias"), path("up_bias")), "pairs")
-    yield Tensor(f"{prefix}experts.down_proj", (path("down"),), "plain")
-    yield Tensor(f"{prefix}experts.down_proj_bias", (path("down_bias"),), "plain")
-
-
 class Family(NamedTuple):
     """Models of one model_type.
 
@@ -702,7 +586,7 @@ class Family(NamedTuple):
     read: Callable[[Fields], Arguments]
     describe: Callable[[DecoderConfig], dict[str, object]]
     defaults: dict[str, Any] = {}  # noqa: RUF012, nobody writes to it
-    experts: Callable[[str, int, Experts], Iterator[Tensor]] = _of_gpt_oss
+    experts: OfExperts = of_gpt_oss
     rope: Callable[[Fields], Arguments] = _rope
     joined: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
     has_later_blocks: bool = False
@@ -774,7 +658,7 @@ FAMILIES = {
             lambda fields: _router(fields, count=("num_local_experts",), normalize=True) | _window(fields),
             lambda config: _describe_router(config) | _describe_window(config),
             {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-            _one_by_one("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
+            one_by_one("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
         ),
         Family(
             "qwen3_moe",
@@ -782,7 +666,7 @@ FAMILIES = {
             _qwen3_moe,
             _describe_qwen3_moe,
             {"sliding_window": 4096},
-            _one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+            one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
         ),
         Family(
             "deepseek_v2",
@@ -799,7 +683,7 @@ FAMILIES = {
                 },
                 **{"first_k_dense_replace": 0, "moe_intermediate_size": 1407, "intermediate_size": 11008},
             },
-            _one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+            one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
             _latent,
         ),
         Family(
@@ -813,7 +697,7 @@ FAMILIES = {
                 **{"topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
                 **{"moe_intermediate_size": 2048, "intermediate_size": 18432},
             },
-            _one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+            one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
             _latent,
             has_later_blocks=True,
         ),

@@ -195,8 +195,8 @@ class Latent:
         query    = x · query                              [D, H · head_dim]
                 or norm(x · query_down) · query_up        [D, query_rank], [query_rank, H · head_dim]
 
-    Of a query the last rope_dim features are rotated, as pairs (2i, 2i + 1). In generation a token has norm(c) and the
-    rotated k in the cache, rank + rope_dim numbers, and queries are multiplied by key_value_up in the place of keys.
+    The last rope_dim features of a query are rotated, as pairs (2i, 2i + 1). In generation the cache holds norm(c) and
+    the rotated k of each token, rank + rope_dim numbers, and queries are multiplied by key_value_up instead of keys.
 
     Args:
       rank: width of c.

@@ -71,8 +71,8 @@ def generate(
     float32 ones.
 
     Parameters may be split over devices by `jax.sharding`, as `te_jax.models.param_specs` says, and prompts by their
-    batch: kernels and caches stay where they are, and for each token devices exchange some features of it. Split
-    experts by their columns, and not by their number, for which they would be gathered.
+    batch: kernels and caches stay where they are, and for each token devices exchange some features of it, if
+    their number divides that of heads of keys. Split experts by their columns: by their number they would be gathered.
 
     With a recipe kernels are quantized once, before the prompt, and each token reads a byte for each of their values.
     With `CurrentScaling` a text depends on the others of its batch, which share its scales.

@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from te_jax._core.types import E4M3, PyTree
 from te_jax.models import _hf_families as families
-from te_jax.models import adapters, decoder
-from te_jax.models._hf_families import ParamPath, Tensor
+from te_jax.models import _hf_tensors, adapters, decoder
 from te_jax.models._hf_fields import UNUSED
+from te_jax.models._hf_tensors import IN_FLOAT32, ParamPath, Tensor
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.safetensors import (
     FolderError,
@@ -119,7 +119,9 @@ def from_hf(
     family, config = _read_config(folder, ignore)
     tensors = Tensors.open(folder)
     # config.json may ask for any number: one more than there are is enough to know that one is missing.
-    expected = list(itertools.islice(families.tensors(family, config), len(tensors.types) + 1))
+    expected = list(
+        itertools.islice(_hf_tensors.tensors(config, family.joined, family.experts), len(tensors.types) + 1)
+    )
     _check(folder, tensors, expected, config, family)
     shapes = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
     config = dataclasses.replace(config, **changes)
@@ -141,7 +143,7 @@ def from_hf(
     def load(path: Sequence[Any], shape: jax.ShapeDtypeStruct, place: Sharding | None) -> Quantizable:
         names = tuple(entry.key if isinstance(entry, jax.tree_util.DictKey) else entry.idx for entry in path)
         rows = _rows(groups[names][0], names, shape_of)
-        dtype = jnp.dtype(np.float32 if names[-1] in families.IN_FLOAT32 else param_dtype)
+        dtype = jnp.dtype(np.float32 if names[-1] in IN_FLOAT32 else param_dtype)
         copies = kept if names[-1] in config.projections else 0
         return _load(tensors, names, groups[names], rows, dtype, place, copies)
 
@@ -212,13 +214,13 @@ def to_hf(
             raise ValueError(f"config is {config!r}, and like, {like}, has {theirs!r}: leave like out")
         if config.tied_head != families.read(described, like, None)[1].tied_head:
             described["tie_word_embeddings"] = config.tied_head
-    expected = {tensor.name: tensor for tensor in families.tensors(family, config)}
+    expected = {tensor.name: tensor for tensor in _hf_tensors.tensors(config, family.joined, family.experts)}
     arrays = arrays_of(params, expected.values(), config)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for name, tensor in expected.items():
         param = arrays[tensor.paths[0]]
         shape = _file_shape(tensor, *(arrays[path].shape for path in tensor.paths))
-        in_float32 = tensor.paths[0][-1] in families.IN_FLOAT32
+        in_float32 = tensor.paths[0][-1] in IN_FLOAT32
         shapes[name] = jax.ShapeDtypeStruct(shape, np.float32 if in_float32 else dtype or param.dtype)
         if isinstance(param, QuantizedArray):
             shapes[name] = jax.ShapeDtypeStruct(shape, E4M3)
@@ -238,7 +240,7 @@ def to_hf(
         return np.asarray(_as_in_file(tuple(parts), tensor.form, shapes[name].dtype))
 
     in_fp8 = {name for name in expected if name + _SCALES in shapes}
-    apart = in_fp8 | {name for name, tensor in expected.items() if tensor.paths[0][-1] in families.IN_FLOAT32}
+    apart = in_fp8 | {name for name, tensor in expected.items() if tensor.paths[0][-1] in IN_FLOAT32}
     of_all = {shape.dtype.name for name, shape in shapes.items() if name.removesuffix(_SCALES) not in apart}
     described = {name: value for name, value in described.items() if name not in ("dtype", "quantization_config")}
     # Blocks for later tokens are not written.

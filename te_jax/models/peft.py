@@ -21,8 +21,9 @@ import numpy as np
 
 from te_jax._core.arguments import is_finite_number, is_whole_number
 from te_jax.models import _hf_families as families
-from te_jax.models._hf_families import Tensor
+from te_jax.models import _hf_tensors
 from te_jax.models._hf_fields import Fields
+from te_jax.models._hf_tensors import Tensor
 from te_jax.models.adapters import split_adapters
 from te_jax.models.config import DecoderConfig, Lora, Params
 from te_jax.models.huggingface import FLOATS, arrays_of, check_dtype
@@ -118,7 +119,7 @@ def to_peft(
         if (folder / _CONFIG).exists():
             raise FolderError(f"{folder} already holds adapters: choose another folder, or remove them")
     tensors = [
-        Tensor(_tensor(families.module(layer, name), part), (("layers", layer, name + part.lower()),), "transposed")
+        Tensor(_tensor(_hf_tensors.module(layer, name), part), (("layers", layer, name + part.lower()),), "transposed")
         for layer in range(config.num_layers)
         for name, part in itertools.product(lora.names, _PARTS)
     ]
@@ -135,7 +136,7 @@ def to_peft(
     fields = {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
         **{"r": lora.rank, "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha},
-        "target_modules": [families.module(0, name).rpartition(".")[-1] for name in lora.names],
+        "target_modules": [_hf_tensors.module(0, name).rpartition(".")[-1] for name in lora.names],
         **{"lora_dropout": 0.0, "bias": "none"},
     }
     files = [(_CONFIG, json.dumps(fields, indent=2).encode() + b"\n")]
@@ -169,7 +170,7 @@ def read(folder: Path, config: DecoderConfig) -> tuple[DecoderConfig, Params]:
     tensors = Tensors.open(path)
     # config.json may ask for any number of blocks: one more than there can be is enough to know that one is missing.
     kernels = {
-        families.module(layer, name): (layer, name)
+        _hf_tensors.module(layer, name): (layer, name)
         for layer in range(min(config.num_layers, len(tensors.types) + 1))
         for name in config.adaptable
     }

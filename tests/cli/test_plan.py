@@ -167,7 +167,7 @@ def test_as_many_devices_as_fit_share_the_parameters(words, expected):
     ],
 )  # fmt: skip
 def test_the_devices_of_a_host_share_the_parameters(words, expected, monkeypatch):
-    """Of four hosts with two processes of a device each: the hosts of eight processes, and devices of as many."""
+    """Eight processes with a device each, two on every host."""
     monkeypatch.setattr(_processes, "hosts", lambda: [0, 0, 2, 2, 4, 4, 6, 6])
     devices = [types.SimpleNamespace(process_index=index, platform="gpu") for index in range(8)]
     asked, config = options_of(words).mesh, PRESETS["tiny"]

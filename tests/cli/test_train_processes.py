@@ -175,20 +175,23 @@ def hang_at_step_3(*, hangs):
 
 
 def test_a_watchdog_waits_for_the_next_step_and_names_who_is_behind(monkeypatch):
-    now, ended = [0.0], []
-    monkeypatch.setattr(_watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    """Of 40 seconds a look is 5, and step 7 comes after 8 of them."""
+    ended, looks = [], []
+
+    def wait(pause):
+        looks.append(pause)
+        if len(looks) == 8:
+            watchdog.progressed(7)
+        return bool(ended)
+
     monkeypatch.setattr(_processes, "end", lambda *how: ended.append(how))
     monkeypatch.setattr(_processes, "told_steps", lambda: {0: 7, 1: 6, 2: 6})
-    watchdog = _watchdog.Watchdog(0.04, 6, "go on")
-    now[0] = 0.04
-    watchdog.progressed(7)
-    for now[0] in (0.07, 0.08):
-        time.sleep(0.1)
-        assert not ended
-    now[0] = 0.09
-    wait_for(lambda: ended, ())
+    watchdog = _watchdog.Watchdog(0, 6, "go on")
+    watchdog._seconds, watchdog._left = 40, SimpleNamespace(wait=wait)
+    watchdog._look()
+    assert looks == [5] * 16
     where = "processes 1, 2 of 3 are still at step 6"
-    assert ended == [(75, f"no step after 7 for 0.04 s (--hang-timeout); {where}: go on")]
+    assert ended == [(75, f"no step after 7 for 40 s (--hang-timeout); {where}: go on")]
 
 
 @pytest.mark.slow

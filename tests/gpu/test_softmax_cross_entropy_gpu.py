@@ -62,7 +62,7 @@ def test_large_softcaps(softcap, vocab, rng):
     """The last digit of a logit is more than 1: no thread may subtract the maximum from a product not yet rounded."""
     logits, labels = draw(rng, 7, vocab, "float32")
     logits = logits * (softcap / 8)
-    # Of two equal maxima, as one row in thirty has, the log of 2 is less than the last digit of lse.
+    # One random row in thirty has two equal maxima, and log 2 is less than the last digit of lse there.
     logits = logits.at[jnp.arange(7), jnp.argmax(logits, axis=-1)].multiply(1.01)
 
     def losses(x):

@@ -267,7 +267,7 @@ def test_devices_that_share_kernels_leave_them_where_they_are(changes, kind, rng
     specs = param_specs(config, TensorParallel(2))
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
     params, tokens = jit_init(config=config, key=jax.random.key(1)), rng.integers(0, 256, (2, 5), np.int32)
-    # Of one token each time.
+    # With top_k=1 the likeliest token is drawn.
     options = {"temperature": 1.0, "top_k": 1, "key": jax.random.key(2), "samples": 2, "lengths": np.int32([5, 3])}
     run = jax.jit(functools.partial(generate, config=config, max_new_tokens=6, return_log_probs=True, **options))
     wanted, expected = run(params, tokens)
