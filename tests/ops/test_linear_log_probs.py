@@ -74,11 +74,11 @@ def test_log_probs(temperature, softcap, entropy, dtype, rng):
 @pytest.mark.parametrize(("temperature", "softcap", "entropy", "dtype"), CASES)
 def test_token_loss(temperature, softcap, entropy, dtype, rng):
     (x, kernel, bias), tokens = draw(rng, dtype)
-    before = log_probs((x @ kernel + bias[None, :]).astype(jnp.float32), tokens, ops.Softmax(temperature))[0]
-    before += 0.05 * normal(rng, TOKENS)  # far from where the loss is clipped, which rounding would move
+    softmax = ops.Softmax(temperature=temperature, logit_softcap=softcap)
+    before = log_probs((x @ kernel + bias[None, :]).astype(jnp.float32), tokens, softmax)[0]
+    before += rng.choice([-0.5, -0.1, 0.1], TOKENS)  # far from where the loss is clipped, which rounding would move
     counted = jnp.asarray(rng.integers(0, 2, TOKENS))
     fn = policy if entropy else lambda log_prob, *arrays: policy(log_prob, jnp.zeros_like(log_prob), *arrays)
-    softmax = ops.Softmax(temperature=temperature, logit_softcap=softcap)
 
     def loss(x, kernel, bias, before, advantage):
         arrays = before, advantage, counted

@@ -129,8 +129,8 @@ def test_there_and_back(rng, case, dtype):
     wanted, expected = expected_layer(*wide, np.asarray(permutation.rows), dy)
     assert_close(found, wanted, dtype=dtype)
     assert_close(gradients[0], expected[0], dtype=dtype)
-    assert_close(gradients[1], expected[1], dtype=jnp.float32, tolerance=1e-2 if dtype == jnp.bfloat16 else None)
-    assert_close(gradients[2], expected[2], dtype=jnp.float32, tolerance=1e-2 if dtype == jnp.bfloat16 else None)
+    assert_close(gradients[1], expected[1], dtype=jnp.float32, tolerance=2e-2 if dtype == jnp.bfloat16 else None)
+    assert_close(gradients[2], expected[2], dtype=jnp.float32, tolerance=2e-2 if dtype == jnp.bfloat16 else None)
 
 
 def test_padding_is_never_read(rng):
