@@ -23,7 +23,7 @@ from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
-from te_jax.parallel.experts import Exchange
+from te_jax.parallel.experts import Exchange, combine_tokens, gather_tokens
 from te_jax.quantized import facts_of
 from te_jax.recipe import DelayedScaling, ProductRecipes, Quantization, Recipe
 from te_jax.reference.activation import Activation, ActivationName
@@ -294,25 +294,16 @@ def _experts(
     options: dict[str, Any],
 ) -> Array:
     """The sum over the experts of each token, without the bias of the last product."""
-    sizes = plan.group_sizes
-    run = functools.partial(experts_mlp, wgrad_accumulator=accumulators, activation=activation, **options)
-    if fused and isinstance(plan, ops.Permutation):
-        return run(x, weights, sizes, plan, kernels)
-    if isinstance(plan, parallel.DispatchPlan):
-        rows, of_rows = parallel.dispatch(
-            x,
-            weights,
-            plan,
-            quantization=_travelling(x, weighted, options["recipe"]),
-            implementation=options["implementation"],
-        )
-    else:
-        rows, of_rows = ops.permute(x, plan), ops.permute_weights(weights, plan)
-    if fused:
-        y = run(rows, of_rows, sizes, None, kernels)
-    else:
-        y = _mlps(rows, of_rows[:, None], sizes, kernels, biases, accumulators, activation, weighted, options)
-    return parallel.combine(y, plan) if isinstance(plan, parallel.DispatchPlan) else ops.unpermute(y, plan)
+    run = experts_mlp if fused else functools.partial(_mlps, biases=biases, weighted=weighted)
+    run = functools.partial(run, kernel=kernels, wgrad_accumulator=accumulators, activation=activation, **options)
+    if isinstance(plan, ops.Permutation):
+        return run(x, weights, plan.group_sizes, plan)
+    wire = {"quantization": _travelling(x, weighted, options["recipe"]), "implementation": options["implementation"]}
+    if plan.gathered is not None:
+        tokens, weights = gather_tokens(x, weights, plan, **wire)
+        return combine_tokens(run(tokens, weights, plan.group_sizes, plan.gathered), plan)
+    rows, of_rows = parallel.dispatch(x, weights, plan, **wire)
+    return parallel.combine(run(rows, of_rows, plan.group_sizes, None), plan)
 
 
 def _bias(weights: Array, plan: ops.Permutation | parallel.DispatchPlan, bias: Any, *, weighted: str) -> Array:
@@ -330,31 +321,38 @@ def _bias(weights: Array, plan: ops.Permutation | parallel.DispatchPlan, bias: A
 
 
 def _mlps(
-    rows: Array,
-    of_rows: Array,
-    sizes: Array,
-    kernels: Kernels,
+    x: Array,
+    weights: Array,
+    group_sizes: Array,
+    permutation: ops.Permutation | None,
+    *,
+    kernel: Kernels,
     biases: tuple[jax.typing.ArrayLike | None, ...],
-    accumulators: tuple[jax.typing.ArrayLike | None, ...],
+    wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...],
     activation: Activation,
     weighted: str,
-    options: dict[str, Any],
+    **options: Any,
 ) -> Array:
-    """The results of rows [rows, in] with weights [rows, 1], without the bias of the last product."""
+    """`te_jax.ops.experts_mlp` in single operations, with biases of gate and up, and weights of inputs or results."""
+    if permutation is not None:
+        x, weights = ops.permute(x, permutation), ops.permute_weights(weights, permutation)
 
     def times_weights(values: Array) -> Array:
-        return (values.astype(jnp.float32) * of_rows.astype(jnp.float32)).astype(values.dtype)
+        return (values.astype(jnp.float32) * weights[:, None].astype(jnp.float32)).astype(values.dtype)
 
     if weighted == "inputs":
-        rows = times_weights(rows)
+        x = times_weights(x)
     gate, up = (
         checkpoint_name(value, "te_moe_preactivation")
-        for value in ops.grouped_dense(rows, kernels[:2], sizes, biases, wgrad_accumulator=accumulators[:2], **options)
+        for value in ops.grouped_dense(
+            x, kernel[:2], group_sizes, biases, wgrad_accumulator=wgrad_accumulator[:2], **options
+        )
     )
     h = ops.gated_activation(gate, up, activation)
     if weighted == "results":
         h = times_weights(h)
-    return ops.grouped_dense(h, kernels[2], sizes, wgrad_accumulator=accumulators[2], **options)
+    y = ops.grouped_dense(h, kernel[2], group_sizes, wgrad_accumulator=wgrad_accumulator[2], **options)
+    return y if permutation is None else ops.unpermute(y, permutation)
 
 
 def _travelling(x: Array, weighted: str, recipe: Recipe | None) -> Quantization | None:

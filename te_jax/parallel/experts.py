@@ -7,8 +7,8 @@
 For use inside `shard_map` over the mesh axes that split the tokens. `te_jax.layers.moe` does it with axis_name. What
 travels, and the backward pass would have to fetch again, has a name for `jax.checkpoint` policies:
 
-    te_dispatched_rows    what `dispatch` receives, rows and their weights, or all tokens and weights with
-                          exchange="all_gather"; rows are FP8 with their scales where they travelled as such
+    te_dispatched_rows    what a device receives, rows and their weights, or all tokens and weights with
+                          exchange="all_gather"; FP8 with scales where they travelled as such
 """
 
 from __future__ import annotations
@@ -226,32 +226,33 @@ def dispatch(
       >>> f(jnp.array([[8.0], [4.0]]), jnp.array([[0, 1], [1, 3]]), jnp.array([[0.5, 0.25], [1.0, 1.0]])).tolist()
       [[6.0], [8.0]]
     """
-    x, weights = as_array("x", x), as_array("weights", weights)
-    _validate_plan(plan)
-    choices = plan.permutation.rows.shape
-    if x.dtype not in FLOATS:
-        raise ValueError(f"x has dtype {x.dtype}; it must be {FLOAT_NAMES}: cast it")
-    if x.shape[:-1] != choices[:-1]:
-        raise ValueError(f"x has shape {x.shape}; the plan is one of tokens {choices[:-1]}, so x must be [*tokens, d]")
-    if weights.shape != choices or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"weights have shape {weights.shape} and dtype {weights.dtype}; the plan is one of choices {choices}, and "
-            "weights must be a float array of the same shape"
-        )
-    if quantization is not None:
-        validate_quantization("quantization", quantization)
-        if not facts_of(quantization.scaling).rows_travel:
-            raise ValueError(
-                f"quantization has scaling {quantization.scaling!r}; rows travel alone, so it must be 'row' or "
-                "'block_1x128'"
-            )
-        if x.dtype == jnp.float16:
-            raise ValueError(
-                "x has dtype float16, whose range rounded values may exceed; use quantization=None, or bfloat16"
-            )
-    x, weights, plan = _together((x, weights), plan, "dispatch")
-    wire = None if quantization is None else _Wire(quantization, native.use_native(implementation))
-    return _jitted(_dispatch, 0)(wire, x, weights, plan)
+    wire, x, weights, plan = _to_send(x, weights, plan, quantization, implementation)
+    if plan.gathered is None:
+        return _jitted(_dispatch, 0)(wire, x, weights, plan)
+    tokens, weights = _jitted(_gather, 0, 3)(wire, x, weights, plan.axis_name)
+    return ops.permute(tokens, plan.gathered), ops.permute_weights(weights, plan.gathered)
+
+
+def gather_tokens(
+    x: jax.typing.ArrayLike,
+    weights: jax.typing.ArrayLike,
+    plan: DispatchPlan,
+    *,
+    quantization: Quantization | None = None,
+    implementation: native.Implementation | None = None,
+) -> tuple[Array, Array]:
+    """What `dispatch` permutes with exchange="all_gather", for experts that gather rows of `plan.gathered` themselves.
+
+    They then sort the tokens of all devices as one device sorts its own.
+
+    Args:
+      x, weights, plan, quantization, implementation: as for `dispatch`.
+
+    Returns:
+      (tokens, weights): [D, *tokens, features] in the dtype of x, and [D, *tokens, top_k] in that of the weights.
+    """
+    wire, x, weights, plan = _to_send(x, weights, plan, quantization, implementation)
+    return _jitted(_gather, 0, 3)(wire, x, weights, plan.axis_name)
 
 
 def combine(y: jax.typing.ArrayLike, plan: DispatchPlan) -> Array:
@@ -284,7 +285,21 @@ def combine(y: jax.typing.ArrayLike, plan: DispatchPlan) -> Array:
             f"y has shape {y.shape}; the plan has {plan.num_rows} rows, so y must be [{plan.num_rows}, features]"
         )
     y, plan = _together((y,), plan, "combine")
-    return _jitted(_combine)(y, plan)
+    if plan.gathered is None:
+        return _jitted(_combine)(y, plan)
+    return combine_tokens(ops.unpermute(y, plan.gathered), plan)
+
+
+def combine_tokens(y: Array, plan: DispatchPlan) -> Array:
+    """The results [*tokens, features] of all devices' experts for this device's tokens, added up in float32.
+
+    Args:
+      y: [D, *tokens, features], float32, bfloat16 or float16: the sums over this device's experts for the tokens of
+        `gather_tokens`.
+      plan: from `plan_dispatch`, with exchange="all_gather".
+    """
+    y, plan = _together((y,), plan, "combine")
+    return _jitted(sum_over_devices, 1)(y, plan.axis_name)
 
 
 def experts_of_device(num_experts: int, axis_name: AxisName) -> int:
@@ -413,9 +428,33 @@ class _Wire:
         return as_bytes(array.data).reshape(x.shape), scales.reshape(*x.shape[:-1], scales.shape[1])
 
     def dequantize(self, values: Array, scales: Array, dtype: jax.typing.DTypeLike) -> Array:
-        features, width = values.shape[1], facts_of(self.quantization.scaling).summed_block
+        features, width = values.shape[-1], facts_of(self.quantization.scaling).summed_block
         wide = lax.bitcast_convert_type(values, self.quantization.dtype).astype(jnp.float32)
-        return (wide * jnp.repeat(scales, width or features, axis=1)[:, :features]).astype(dtype)
+        return (wide * jnp.repeat(scales, width or features, axis=-1)[..., :features]).astype(dtype)
+
+
+# What custom_vjp wraps is a function of its own where it names values: policies see the names in a forward rule.
+
+
+def _gather(wire: _Wire | None, x: Array, weights: Array, axes: Axes) -> tuple[Array, Array]:
+    x = _named(all_gather(x, axes)) if wire is None else _gather_quantized(wire, x, axes)
+    return x, _named(all_gather(weights, axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def _gather_quantized(wire: _Wire, x: Array, axes: Axes) -> Array:
+    return _gathered_quantized(wire, x, axes)
+
+
+def _gathered_quantized(wire: _Wire, x: Array, axes: Axes) -> Array:
+    values, scales = (_named(all_gather(array, axes)) for array in wire.quantize(x))
+    return wire.dequantize(values, scales, x.dtype)
+
+
+_gather_quantized.defvjp(
+    lambda wire, x, axes: (_gathered_quantized(wire, differentiated_once(x, "te_jax.parallel.dispatch"), axes), None),
+    lambda wire, axes, _, dtokens: (sum_over_devices(dtokens, axes),),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -425,38 +464,25 @@ def _dispatch(wire: _Wire | None, x: Array, weights: Array, plan: DispatchPlan) 
 
 def _dispatched(wire: _Wire | None, x: Array, weights: Array, plan: DispatchPlan) -> tuple[Array, Array]:
     values, scales = (x, None) if wire is None else wire.quantize(x)
-    if plan.gathered is not None:
-        values, weights = (_named(all_gather(array, plan.axis_name)) for array in (values, weights))
-        if scales is not None:
-            scales = ops.permute(_named(all_gather(scales, plan.axis_name)), plan.gathered)
-        values, of_rows = ops.permute(values, plan.gathered), ops.permute_weights(weights, plan.gathered)
-    else:
-        segments = plan.segments
-        sides = ops.permute_weights(weights, plan.permutation)[:, None]
-        if scales is not None:  # in one exchange with the weights
-            sides = jnp.concatenate([sides.astype(jnp.float32), ops.permute(scales, plan.permutation)], axis=1)
-        values, sides = (_named(send(array, segments)) for array in (ops.permute(values, plan.permutation), sides))
-        of_rows, scales = sides[:, 0].astype(weights.dtype), sides[:, 1:]
-    if wire is None:
-        return values, of_rows
-    assert scales is not None
-    return wire.dequantize(values, scales, x.dtype), of_rows
+    sides = ops.permute_weights(weights, plan.permutation)[:, None]
+    if scales is not None:  # in one exchange with the weights
+        sides = jnp.concatenate([sides.astype(jnp.float32), ops.permute(scales, plan.permutation)], axis=1)
+    values, sides = (_named(send(array, plan.segments)) for array in (ops.permute(values, plan.permutation), sides))
+    rows = values if wire is None else wire.dequantize(values, sides[:, 1:], x.dtype)
+    return rows, sides[:, 0].astype(weights.dtype)
 
 
 def _dispatch_forward(wire: _Wire | None, x: Array, weights: Array, plan: DispatchPlan):
     if wire is not None:
         x = differentiated_once(x, "te_jax.parallel.dispatch")
-    return _dispatched(wire, x, weights, plan), plan  # whose names policies see, unlike those of `_dispatch`
+    return _dispatched(wire, x, weights, plan), plan
 
 
 def _dispatch_backward(wire: _Wire | None, plan: DispatchPlan, cotangents: tuple[Array, Array]):
     """The transpose of `_dispatch` without a quantization."""
     del wire
     drows, dweights = cotangents
-    if plan.gathered is not None:
-        dweights = sum_over_devices(values_of_choices(dweights, plan.gathered), plan.axis_name)
-    else:
-        dweights = values_of_choices(send_back(dweights[:, None], plan.segments)[:, 0], plan.permutation)
+    dweights = values_of_choices(send_back(dweights[:, None], plan.segments)[:, 0], plan.permutation)
     return _combine(drows, plan), dweights, None
 
 
@@ -464,8 +490,6 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 def _combine(y: Array, plan: DispatchPlan) -> Array:
-    if plan.gathered is not None:
-        return sum_over_devices(ops.unpermute(y, plan.gathered), plan.axis_name)
     return ops.unpermute(send_back(y, plan.segments), plan.permutation)
 
 
@@ -474,6 +498,41 @@ def _named(x: Array) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
+
+
+def _to_send(
+    x: jax.typing.ArrayLike,
+    weights: jax.typing.ArrayLike,
+    plan: DispatchPlan,
+    quantization: Quantization | None,
+    implementation: native.Implementation | None,
+) -> tuple[_Wire | None, Array, Array, DispatchPlan]:
+    """The arguments of `dispatch`, and how x travels."""
+    x, weights = as_array("x", x), as_array("weights", weights)
+    _validate_plan(plan)
+    choices = plan.permutation.rows.shape
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x has dtype {x.dtype}; it must be {FLOAT_NAMES}: cast it")
+    if x.shape[:-1] != choices[:-1]:
+        raise ValueError(f"x has shape {x.shape}; the plan is one of tokens {choices[:-1]}, so x must be [*tokens, d]")
+    if weights.shape != choices or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"weights have shape {weights.shape} and dtype {weights.dtype}; the plan is one of choices {choices}, and "
+            "weights must be a float array of the same shape"
+        )
+    if quantization is not None:
+        validate_quantization("quantization", quantization)
+        if not facts_of(quantization.scaling).rows_travel:
+            raise ValueError(
+                f"quantization has scaling {quantization.scaling!r}; rows travel alone, so it must be 'row' or "
+                "'block_1x128'"
+            )
+        if x.dtype == jnp.float16:
+            raise ValueError(
+                "x has dtype float16, whose range rounded values may exceed; use quantization=None, or bfloat16"
+            )
+    wire = None if quantization is None else _Wire(quantization, native.use_native(implementation))
+    return wire, *_together((x, weights), plan, "dispatch")
 
 
 def _validate_plan(plan: object) -> None:
