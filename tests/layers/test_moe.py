@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+import xla_targets
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from xla_targets import know_handlers, needs_compiler
 
 from te_jax.layers import ExpertParallel, Router, moe
 from te_jax.ops import Activation
@@ -211,7 +213,7 @@ def test_capacity(rng):
     assert not dx[5:].any()
 
 
-PARTS = {"x": P("expert"), "kernel": P("expert"), "bias": P("expert")}
+DIVIDED = ("x", "kernel", "bias")
 EXPERT_PARALLEL = {
     "exchange, capacity, four devices": (
         4,
@@ -225,6 +227,18 @@ EXPERT_PARALLEL = {
         {"recipe": BlockScaling(power_of_two_scales=True), "exchange": "all_gather", "buffer_factor": 4.0},
         ("bias", "shared"),
     ),
+    "gathered tokens in fp8, bfloat16, four devices": (
+        4,
+        Router(4),
+        {"recipe": BlockScaling(power_of_two_scales=True), "exchange": "all_gather", "dtype": "bfloat16"},
+        (),
+    ),
+    "gathered tokens, capacity, tokens without experts on most devices of two axes": (
+        4,
+        Router(1, normalize=False, capacity=5),
+        {"recipe": BlockScaling(), "exchange": "all_gather", "mesh": {"node": 2, "expert": 2}},
+        (),
+    ),
 }
 
 
@@ -233,18 +247,20 @@ def test_expert_parallel(rng, require_devices, name):
     """Each device holds some of the experts: loss and all gradients are those of one device with all tokens."""
     devices, router, options, extra = EXPERT_PARALLEL[name]
     require_devices(devices)
-    apart = ExpertParallel("expert", options.get("buffer_factor"), options.get("exchange"))
+    axes = options.get("mesh", {"expert": devices})
+    split = P(tuple(axes))
+    apart = ExpertParallel(tuple(axes), options.get("buffer_factor"), options.get("exchange"))
     both = {name: options[name] for name in ("recipe",) if name in options}
     operands = draw(rng, extra, tokens=(8, 6), dtype=options.get("dtype", "float32"))
     cotangent = jax.device_put(rng.standard_normal((8, 6, OUT), np.float32))
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("expert",))
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(*axes.values()), tuple(axes))
 
     def mapped(**operands):
         local = functools.partial(moe, router=router, expert_parallel=apart, **both)
-        specs = {name: PARTS.get(name, P()) for name in operands}
+        specs = {name: split if name in DIVIDED else P() for name in operands}
         return jax.shard_map(
             lambda operands: (r := local(**operands))._replace(dropped=r.dropped[None]),
-            mesh=mesh, in_specs=(specs,), out_specs=P("expert"), check_vma=options.get("check_vma", True),
+            mesh=mesh, in_specs=(specs,), out_specs=split, check_vma=options.get("check_vma", True),
         )(operands)  # fmt: skip
 
     def step(function):
@@ -254,8 +270,9 @@ def test_expert_parallel(rng, require_devices, name):
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
-    (_, result), gradients = step(mapped)(operands)
-    (_, wanted), wanted_gradients = step(functools.partial(moe, router=router, **both))(operands)
+    functions = mapped, functools.partial(moe, router=router, **both)
+    results = [jax.tree.map(np.asarray, step(function)(operands)) for function in functions]
+    ((_, result), gradients), ((_, wanted), wanted_gradients) = results
     np.testing.assert_array_equal(result.routing.experts, wanted.routing.experts)
     assert result.dropped.sum() == wanted.dropped
     assert (wanted.dropped > 0) == (router.capacity is not None)
@@ -266,14 +283,15 @@ def test_expert_parallel(rng, require_devices, name):
         assert_close(one, other, tolerance=tolerance)
 
 
-def test_nothing_travels_twice(rng, require_devices):
-    """On GPUs rows in FP8 and weights there, results back, and the gradients of all three."""
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_nothing_travels_twice(rng, require_devices, exchange):
+    """On GPUs rows or tokens in FP8 and weights there, results back, and the gradients of all three."""
     recipe = BlockScaling(power_of_two_scales=True)
     require_devices(2)
     operands = draw(rng, dtype="bfloat16")
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    specs = {name: PARTS.get(name, P()) for name in operands}
-    apart = ExpertParallel("expert", exchange="all_to_all")
+    specs = {name: P("expert") if name in DIVIDED else P() for name in operands}
+    apart = ExpertParallel("expert", exchange=exchange)
     options = {"expert_parallel": apart, "recipe": recipe, "implementation": "reference"}
 
     def loss(operands):
@@ -282,8 +300,54 @@ def test_nothing_travels_twice(rng, require_devices):
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     text = jax.jit(jax.value_and_grad(loss)).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
-    exchanges = re.findall(r"@ragged_all_to_all.*\(tensor<\d+x\d+x(\w+)>", text)
-    assert sorted(exchanges) == sorted(["ui8", "f32", "bf16", "bf16", "bf16", "f32"])
+    if exchange == "all_to_all":  # scales in one exchange with the weights
+        found = re.findall(r"@ragged_all_to_all.*\(tensor<\d+x\d+x(\w+)>", text)
+        wanted = ["ui8", "f32", "bf16", "bf16", "bf16", "f32"]
+    else:
+        found = re.findall(r"stablehlo\.(all_gather|all_to_all)\b.*: \(tensor<[\dx]+x24x\d+x([uif8632b1]+)>", text)
+        wanted = [("all_gather", dtype) for dtype in ("ui8", "f32", "f32", "bf16")]
+        wanted += [("all_to_all", dtype) for dtype in ("bf16", "bf16", "f32")]
+        found.remove(("all_gather", "i32"))  # where choices lie
+    assert sorted(found) == sorted(wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("power_of_two_scales", [False, True])
+def test_xla_makes_no_pass_over_rows_of_gathered_tokens(power_of_two_scales):
+    """Rows [num_rows, width] lie in memory for te_jax's kernels; XLA only adds up y and dx of each token's rows."""
+    know_handlers()
+    tokens, width, hidden, experts = 4 * 1024, 512, 256, 32
+    num_rows = tokens * 4 + 8 * 127 // 128 * 128  # of 4 choices of a token, and of 8 experts of a device
+    mesh = xla_targets.mesh(4, "expert")
+    recipe = BlockScaling(power_of_two_scales=power_of_two_scales)
+
+    def shape(*sizes, spec=P("expert"), dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    def local(x, dy, router_kernel, kernel):
+        options = {"recipe": recipe, "implementation": "native"}
+        apart = ExpertParallel("expert", exchange="all_gather")
+        y, vjp = jax.vjp(lambda *a: moe(*a, Router(4), expert_parallel=apart, **options).y, x, router_kernel, kernel)
+        return y, vjp(dy)
+
+    specs = P("expert"), P("expert"), P(), P("expert")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("expert"), (P("expert"), P(), P("expert"))))
+    kernels = tuple(shape(experts, *sizes) for sizes in ((width, hidden), (width, hidden), (hidden, width)))
+    operands = shape(tokens, width), shape(tokens, width), shape(width, experts, spec=P(), dtype=jnp.float32), kernels
+    program = xla_targets.without_autotuning(jax.jit(mapped).lower(*operands)).as_text()
+    # Of the program itself: what fusions compute inside lies in no memory.
+    entry = program[program.index("\nENTRY") :]
+    instructions = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)", entry, re.MULTILINE)
+    names = {
+        name for name, result, *_ in instructions if {str(num_rows), str(width)} <= set(re.findall(r"\d+", result))
+    }
+    assert names
+    passes = [each for each in instructions if each[2] not in ("custom-call", "get-tuple-element", "tuple", "bitcast")]
+    assert [name for name, *_ in passes if name in names] == []
+    sums = [
+        result.split("{")[0] for _, result, _, operands in passes if names & set(re.findall(r"%([\w.-]+)", operands))
+    ]
+    assert sums == [f"bf16[4,1024,{width}]"] * 2
 
 
 def test_accumulators(rng):

@@ -13,6 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from te_jax import ops, parallel
+from te_jax.ops import Activation
+from te_jax.ops.experts_mlp import experts_mlp
+from te_jax.parallel.experts import combine_tokens, gather_tokens
 from te_jax.recipe import BlockScaling, CurrentScaling, RowwiseScaling
 
 EXCHANGES = ("all_to_all", "all_gather")
@@ -203,6 +206,52 @@ def test_as_loops(rng, name):
                     np.testing.assert_array_equal(array, value, text)
                 np.testing.assert_array_equal(found[exchange][result], poisoned[exchange][result], text)
     assert f._cache_size() == 1
+
+
+def test_experts_gather_tokens_of_all_devices(rng):
+    """As rows that were sent to them, with what does not fit, and whatever tokens without an expert hold."""
+    case = Case(4, 8, 3, align=128, capacity=15)
+    tokens, features, hidden = TOKENS, 32, 16
+    options = {"activation": Activation("silu"), "recipe": BlockScaling(power_of_two_scales=True),
+               "wgrad_accumulator": (None,) * 3, "accumulate": True, "implementation": None}  # fmt: skip
+
+    def local(exchange, x, chosen, weights, cotangent, *kernels):
+        plan = parallel.plan_dispatch(chosen, case.experts, axis_name="expert", exchange=exchange, **case.options)
+        wire = {"quantization": options["recipe"].quantization("activation")}
+
+        def layer(x, weights, kernels):
+            if exchange == "all_gather":
+                x, weights = gather_tokens(x, weights, plan, **wire)
+                y = experts_mlp(x, weights, plan.group_sizes, plan.gathered, kernels, **options)
+                return combine_tokens(y, plan)
+            rows, of_rows = parallel.dispatch(x, weights, plan, **wire)
+            return parallel.combine(experts_mlp(rows, of_rows, plan.group_sizes, None, kernels, **options), plan)
+
+        goes = jnp.any(plan.permutation.rows >= 0, axis=-1, keepdims=True)
+        x, cotangent = (jnp.where(goes, array, jnp.nan) for array in (x, cotangent))
+        y, vjp = jax.vjp(layer, x, weights, kernels)
+        return {"y": y, "gradients": vjp(cotangent), "goes": goes, "dropped": plan.dropped[None]}
+
+    mapped = jax.shard_map(
+        lambda *operands: [local(exchange, *operands) for exchange in EXCHANGES],
+        mesh=mesh_of(expert=4), in_specs=P("expert"), out_specs=P("expert"),
+    )  # fmt: skip
+    f, dropped = jax.jit(mapped), 0
+    shapes = ((features, hidden), (features, hidden), (hidden, features))
+    for load, chosen in loads(rng, case).items():
+        x, cotangent = (rng.standard_normal((4 * tokens, features)).astype(np.float32) for _ in range(2))
+        weights = rng.uniform(0.1, 1.0, (4 * tokens, case.top_k)).astype(np.float32)
+        kernels = (rng.standard_normal((case.experts, *shape)).astype(np.float32) for shape in shapes)
+        found = f(x, chosen.reshape(-1, case.top_k), weights, cotangent, *kernels)
+        rows, gathered = jax.tree.map(np.asarray, found)
+        for (path, one), other in zip(
+            jax.tree_util.tree_leaves_with_path(gathered), jax.tree.leaves(rows), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4, err_msg=f"{load}, {path}")
+        assert np.any(gathered["y"]) == np.any(gathered["goes"])
+        dropped += int(np.sum(gathered["dropped"]))
+    assert f._cache_size() == 1
+    assert dropped > 0
 
 
 def test_fp8_on_the_wire(rng):
