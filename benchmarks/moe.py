@@ -9,12 +9,17 @@ that pad groups to 128. Operations:
   bfloat16 but the router's kernel.
 - permute: rows of x sorted by expert, each expert's padded to 128.
 - permute_quantize: both FP8 copies of these rows in blocks, as products read them, by the kernel that gathers them.
+- share: what one of four devices computes of a layer whose tokens and experts they divide, with all tokens at hand: a
+  quarter of the experts, with gradients of tokens, weights and kernels. The buffer has room for any load, and four
+  times the rows of an even load, which this is up to chance. Nothing travels.
 
 Implementations:
 
 - te_jax_block: FP8 with block scaling. Operands of products come quantized; a layer quantizes in the clock.
 - te_jax_block_once, layers only: kernels come quantized, as the optimizer leaves them for all microbatches of a step,
   and their gradients are written in bfloat16 into buffers that are donated.
+- te_jax_block_rows, share only: rows are gathered in bfloat16 before they are quantized, and added up after.
+- te_jax_block_even, share only: te_jax_block in a buffer of no more rows than there are.
 - te_jax: the same in bfloat16.
 - ragged_dot: `jax.lax.ragged_dot` and its gradients. As a layer: rows gathered by `argsort`, three `ragged_dot`s, and
   a weighted sum of the rows that are sorted back, as in layers of Flax and MaxText.
@@ -59,11 +64,13 @@ from benchmarks.transformer import errors_of
 from te_jax import ops
 from te_jax.layers import Router, moe
 from te_jax.ops._quantize_rows import quantize_rows
+from te_jax.ops.experts_mlp import experts_mlp
 from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
 
-IMPLEMENTATIONS = ("te_jax_block", "te_jax_block_once", "te_jax", "ragged_dot", "torch", "jnp")
+_SHARES = ("te_jax_block_rows", "te_jax_block", "te_jax_block_even")
+IMPLEMENTATIONS = ("te_jax_block", "te_jax_block_once", *_SHARES[::2], "te_jax", "ragged_dot", "torch", "jnp")
 PEERS = ("ragged_dot", "torch", "jnp")
 ERROR_BOUNDS = {"te_jax_block": 0.06, "te_jax": 0.01, "ragged_dot": 0.01, "torch": 0.01}
 """Largest relative L2 errors of products. Those of two operands in FP8 are 0.037."""
@@ -74,6 +81,7 @@ FP8_LAYER_BOUNDS = {"y_error": 0.1, "gradient_error": 0.3}
 
 _ALIGN = 128
 _KERNELS = ("gate", "up", "down")
+_DEVICES = 4
 _CHECKED = 32
 _COMPARED = ("te_jax", *PEERS)
 _RECIPE = BlockScaling()
@@ -89,6 +97,8 @@ def run_case(case: shapes.ExpertsShape, implementations: Sequence[str], timing: 
         _run_products(case, products, implementations, timing, result)
     if "layer" in case.operations:
         _run_layer(case, implementations, timing, result)
+    if "share" in case.operations:
+        _run_share(case, implementations, timing, result)
     for operation in case.operations:
         if operation.startswith("permute"):
             _run_permutation(case, operation, implementations, timing, result)
@@ -466,6 +476,87 @@ def kept_bytes(name: str, case: shapes.ExpertsShape) -> float:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
 
     return (kept(2 * case.tokens) - kept(case.tokens)) / case.tokens
+
+
+# A device's share of a mesh
+
+
+def _run_share(case: shapes.ExpertsShape, implementations: Sequence[str], timing: Timing, result: CaseResult) -> None:
+    operands = _drawn_share(case)
+
+    def errors(name: str, output: Any, expected: Any) -> Checked:
+        errors = errors_of(output, expected)
+        return errors, out_of_bounds(errors, LAYER_BOUNDS)
+
+    def row(candidate: Candidate, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        flops = 3 * 3 * 2 * (case.rows // _DEVICES) * case.hidden * case.mlp
+        row = compute_row(seconds, candidate.name, flops=flops, peers=("te_jax_block_rows",), over="te_jax_block_rows")
+        size = candidate.temporary_bytes
+        return row if size is None else row | {"temporaries_gb": rounded(size / 1e9)}
+
+    run_operation(
+        _labels(case, "share"),
+        [name for name in _SHARES if name in implementations],
+        timing,
+        result,
+        build=functools.partial(_build_share, operands=operands),
+        errors=errors,
+        row=row,
+        references=_SHARES[:2],
+    )
+
+
+def _drawn_share(case: shapes.ExpertsShape) -> Operands:
+    """Tokens of all devices with their weights, dy, the kernels of one device, and where its rows are."""
+    experts = case.experts // _DEVICES
+
+    @jax.jit
+    def draw(key: jax.Array) -> Operands:
+        keys = jax.random.split(key, 6)
+        routing = ops.router(jax.random.normal(keys[0], (case.tokens, case.experts)), top_k=case.top_k)
+        sizes = ((case.hidden, case.mlp), (case.hidden, case.mlp), (case.mlp, case.hidden))
+        x, dy = (jax.random.normal(each, (case.tokens, case.hidden), jnp.bfloat16) for each in keys[1:3])
+        kernels = tuple(
+            jax.random.normal(each, (experts, *size), jnp.bfloat16) * jnp.bfloat16(size[0] ** -0.5)
+            for size, each in zip(sizes, keys[3:], strict=True)
+        )
+        # The choices of other devices' experts have no rows, and leave as many of the buffer unused.
+        permutation = ops.group_by_expert(routing.experts, experts, align=_ALIGN)
+        return {"x": x, "weights": routing.weights, "kernels": kernels, "dy": dy, "permutation": permutation}
+
+    return jax.block_until_ready(draw(jax.random.key(0)))
+
+
+def _build_share(name: str, operands: Operands) -> Candidate:
+    permutation = operands["permutation"]
+    if name.endswith("_even"):
+        used = int(np.sum(permutation.group_sizes))
+        permutation = permutation._replace(choices=permutation.choices[:used])
+
+    def share(x: jax.Array, weights: jax.Array, kernels: Any, permutation: ops.Permutation) -> jax.Array:
+        run = functools.partial(
+            experts_mlp, group_sizes=permutation.group_sizes, kernel=kernels, activation=ops.Activation("silu"),
+            recipe=_RECIPE, wgrad_accumulator=(None,) * 3, accumulate=False, implementation="native",
+        )  # fmt: skip
+        if not name.endswith("_rows"):
+            return run(x, weights, permutation=permutation)
+        rows, of_rows = ops.permute(x, permutation), ops.permute_weights(weights, permutation)
+        return ops.unpermute(run(rows, of_rows, permutation=None), permutation)
+
+    @jax.jit
+    def step(x: jax.Array, weights: jax.Array, kernels: Any, dy: jax.Array, permutation: ops.Permutation) -> Any:
+        y, vjp = jax.vjp(lambda *given: share(*given, permutation), x, weights, kernels)
+        return y, vjp(dy)
+
+    arguments = operands["x"], operands["weights"], operands["kernels"], operands["dy"], permutation
+    compiled = step.lower(*arguments).compile()
+    return Candidate(
+        name=name,
+        call=compiled,
+        arguments=lambda calls: [arguments] * calls,
+        most_calls=4,
+        temporary_bytes=temporary_bytes(compiled),
+    )
 
 
 # Permutation

@@ -698,6 +698,7 @@ MOE_GPU = (
     *(replace(case, load=load) for case in (_WIDE_EXPERTS, _FINE_EXPERTS) for load in _LOADS),
     *(replace(case, load=load) for case in (_OLMOE_LAYER, _QWEN_LAYER) for load in _LOADS[:2]),
     replace(_OLMOE_LAYER, tokens=4096),  # few enough for `lax.ragged_dot`
+    replace(_QWEN_LAYER, tokens=32768, operations=("share",)),
 )
 
 _SMALL_EXPERTS = ExpertsShape(
@@ -705,5 +706,5 @@ _SMALL_EXPERTS = ExpertsShape(
 )
 MOE_CPU = (
     *(replace(_SMALL_EXPERTS, load=load) for load in _LOADS),
-    replace(_SMALL_EXPERTS, operations=_WHOLE_LAYER, tokens=1024),
+    replace(_SMALL_EXPERTS, operations=(*_WHOLE_LAYER, "share"), tokens=1024),
 )

@@ -37,6 +37,7 @@ from te_jax.native import extension
 
 FEW = Timing(samples=2, sample_seconds=1e-6)
 COPY = " copy "
+_SHARE = ("te_jax_block_rows", "te_jax_block", "te_jax_block_even")
 OTHER_TENSORS = rf" \[[012]\]|{COPY}"  # of a program of elementwise operations, which are checked alike
 
 
@@ -189,6 +190,13 @@ FAMILIES = {
         {"layer": {"flops": 18 * 192 * 64 * 48}, "permute": {"bytes": 2 * 64 * (96 + 640)}},
         unchecked=rf"permute.*({OTHER_TENSORS})",
         no_reference="permute",
+    ),
+    "moe, share": Family(
+        moe,
+        dataclasses.replace(EXPERTS, operations=("share",), top_k=2, load="balanced"),
+        _SHARE,
+        {"share": _SHARE},
+        {"": {"flops": 18 * 48 * 64 * 48}},
     ),
     "norm": Family(
         norm,
