@@ -23,13 +23,13 @@ from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.ops.experts_mlp import experts_mlp, is_fused
 from te_jax.ops.router import Score
 from te_jax.ops.router_logits import router_logits
-from te_jax.parallel.experts import Exchange, combine_tokens, gather_tokens
+from te_jax.parallel.experts import Exchange, buffer_rows, combine_tokens, gather_tokens
 from te_jax.quantized import facts_of
 from te_jax.recipe import DelayedScaling, ProductRecipes, Quantization, Recipe
 from te_jax.reference.activation import Activation, ActivationName
 from te_jax.sharding import AxisName, axes_of_entry
 
-__all__ = ["ExpertParallel", "MoEResult", "Router", "moe"]
+__all__ = ["ExpertBuffers", "ExpertParallel", "MoEResult", "Router", "expert_buffers", "moe"]
 
 Kernels = tuple[Any, Any, Any]
 
@@ -112,6 +112,65 @@ class MoEResult(NamedTuple):
     logits: Array
     routing: ops.Routing
     dropped: Array
+
+
+class ExpertBuffers(NamedTuple):
+    """The buffers of a device's experts in one layer, in bytes, from `expert_buffers`.
+
+    Attributes:
+      num_rows: rows of each, which there may be at most, padding included.
+      rows: the experts' inputs; with block scaling in FP8, with scales.
+      gate_up: the values before the activation, both. The backward pass needs these of every layer.
+      y: the experts' results.
+    """
+
+    num_rows: int
+    rows: int
+    gate_up: int
+    y: int
+
+
+def expert_buffers(
+    tokens: int,
+    features: tuple[int, int, int],
+    num_experts: int,
+    router: Router,
+    *,
+    devices: int = 1,
+    buffer_factor: float | None = None,
+    recipe: Recipe | None = None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> ExpertBuffers:
+    """The memory that `moe` takes for rows, before anything runs.
+
+    The gradients of these come on top, in the backward pass of one layer at a time.
+
+    Args:
+      tokens: of each device.
+      features: (in, hidden, out) of an expert.
+      num_experts: of all devices.
+      router, recipe: as for `moe`.
+      devices: that divide the experts.
+      buffer_factor: as in `ExpertParallel`.
+      dtype: of x.
+
+    Raises:
+      ValueError: devices do not divide the experts.
+
+    Examples:
+      >>> from te_jax.layers import Router, expert_buffers
+      >>> from te_jax.recipe import BlockScaling
+      >>> buffers = expert_buffers(8192, (2048, 768, 2048), 128, Router(8), devices=4, recipe=BlockScaling())
+      >>> buffers.num_rows, *(round(size / 1e9, 2) for size in buffers[1:])
+      (266112, 0.56, 0.82, 1.09)
+    """
+    if num_experts % devices:
+        raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the {devices} devices")
+    (width, hidden, out), size = features, jnp.dtype(dtype).itemsize
+    align, experts = 1 if recipe is None else BLOCK, num_experts // devices
+    rows = buffer_rows(tokens, router.top_k, experts, devices, align, router.capacity, buffer_factor)
+    of_x = width + 4 * -(-width // BLOCK) if is_fused(recipe) else size * width
+    return ExpertBuffers(rows, rows * of_x, 2 * rows * hidden * size, rows * out * size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,11 +357,11 @@ def _experts(
     run = functools.partial(run, kernel=kernels, wgrad_accumulator=accumulators, activation=activation, **options)
     if isinstance(plan, ops.Permutation):
         return run(x, weights, plan.group_sizes, plan)
-    wire = {"quantization": _travelling(x, weighted, options["recipe"]), "implementation": options["implementation"]}
+    quantization, implementation = _travelling(x, weighted, options["recipe"]), options["implementation"]
     if plan.gathered is not None:
-        tokens, weights = gather_tokens(x, weights, plan, **wire)
+        tokens, weights = gather_tokens(x, weights, plan, quantization, implementation)
         return combine_tokens(run(tokens, weights, plan.group_sizes, plan.gathered), plan)
-    rows, of_rows = parallel.dispatch(x, weights, plan, **wire)
+    rows, of_rows = parallel.dispatch(x, weights, plan, quantization=quantization, implementation=implementation)
     return parallel.combine(run(rows, of_rows, plan.group_sizes, None), plan)
 
 

@@ -157,9 +157,7 @@ def plan_dispatch(
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     local, top_k = experts_of_device(num_experts, axis_name), experts.shape[-1]
     total = devices * experts.size
-    num_rows = most_rows(total // top_k * min(top_k, local), local, align, capacity)
-    if buffer_factor is not None:
-        num_rows = min(num_rows, most_rows(math.ceil(buffer_factor * experts.size), local, align, capacity))
+    num_rows = buffer_rows(experts.size // top_k, top_k, local, devices, align, capacity, buffer_factor)
     if max(total, num_rows) > _LARGEST:
         raise ValueError(
             f"experts have shape {experts.shape} on each of {devices} devices: {total} choices and {num_rows} rows are "
@@ -226,33 +224,50 @@ def dispatch(
       >>> f(jnp.array([[8.0], [4.0]]), jnp.array([[0, 1], [1, 3]]), jnp.array([[0.5, 0.25], [1.0, 1.0]])).tolist()
       [[6.0], [8.0]]
     """
-    wire, x, weights, plan = _to_send(x, weights, plan, quantization, implementation)
-    if plan.gathered is None:
-        return _jitted(_dispatch, 0)(wire, x, weights, plan)
-    tokens, weights = _jitted(_gather, 0, 3)(wire, x, weights, plan.axis_name)
-    return ops.permute(tokens, plan.gathered), ops.permute_weights(weights, plan.gathered)
+    x, weights = as_array("x", x), as_array("weights", weights)
+    _validate_plan(plan)
+    choices = plan.permutation.rows.shape
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x has dtype {x.dtype}; it must be {FLOAT_NAMES}: cast it")
+    if x.shape[:-1] != choices[:-1]:
+        raise ValueError(f"x has shape {x.shape}; the plan is one of tokens {choices[:-1]}, so x must be [*tokens, d]")
+    if weights.shape != choices or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"weights have shape {weights.shape} and dtype {weights.dtype}; the plan is one of choices {choices}, and "
+            "weights must be a float array of the same shape"
+        )
+    if quantization is not None:
+        validate_quantization("quantization", quantization)
+        if not facts_of(quantization.scaling).rows_travel:
+            raise ValueError(
+                f"quantization has scaling {quantization.scaling!r}; rows travel alone, so it must be 'row' or "
+                "'block_1x128'"
+            )
+        if x.dtype == jnp.float16:
+            raise ValueError(
+                "x has dtype float16, whose range rounded values may exceed; use quantization=None, or bfloat16"
+            )
+    if plan.gathered is not None:
+        tokens, weights = gather_tokens(x, weights, plan, quantization, implementation)
+        return ops.permute(tokens, plan.gathered), ops.permute_weights(weights, plan.gathered)
+    x, weights, plan = _together((x, weights), plan, "dispatch")
+    return _jitted(_dispatch, 0)(_Wire.of(quantization, implementation), x, weights, plan)
 
 
 def gather_tokens(
-    x: jax.typing.ArrayLike,
-    weights: jax.typing.ArrayLike,
+    x: Array,
+    weights: Array,
     plan: DispatchPlan,
-    *,
-    quantization: Quantization | None = None,
-    implementation: native.Implementation | None = None,
+    quantization: Quantization | None,
+    implementation: native.Implementation | None,
 ) -> tuple[Array, Array]:
-    """What `dispatch` permutes with exchange="all_gather", for experts that gather rows of `plan.gathered` themselves.
+    """([D, *tokens, features], [D, *tokens, top_k]): tokens of all devices and their weights, for `plan.gathered`.
 
-    They then sort the tokens of all devices as one device sorts its own.
-
-    Args:
-      x, weights, plan, quantization, implementation: as for `dispatch`.
-
-    Returns:
-      (tokens, weights): [D, *tokens, features] in the dtype of x, and [D, *tokens, top_k] in that of the weights.
+    `dispatch` permutes these with exchange="all_gather", and takes the same arguments. Experts may as well gather their
+    rows themselves, as one device's do.
     """
-    wire, x, weights, plan = _to_send(x, weights, plan, quantization, implementation)
-    return _jitted(_gather, 0, 3)(wire, x, weights, plan.axis_name)
+    x, weights, plan = _together((x, weights), plan, "dispatch")
+    return _jitted(_gather, 0, 3)(_Wire.of(quantization, implementation), x, weights, plan.axis_name)
 
 
 def combine(y: jax.typing.ArrayLike, plan: DispatchPlan) -> Array:
@@ -291,13 +306,7 @@ def combine(y: jax.typing.ArrayLike, plan: DispatchPlan) -> Array:
 
 
 def combine_tokens(y: Array, plan: DispatchPlan) -> Array:
-    """The results [*tokens, features] of all devices' experts for this device's tokens, added up in float32.
-
-    Args:
-      y: [D, *tokens, features], float32, bfloat16 or float16: the sums over this device's experts for the tokens of
-        `gather_tokens`.
-      plan: from `plan_dispatch`, with exchange="all_gather".
-    """
+    """[*tokens, features]: this device's part of y [D, *tokens, features], added up over all devices in float32."""
     y, plan = _together((y,), plan, "combine")
     return _jitted(sum_over_devices, 1)(y, plan.axis_name)
 
@@ -310,6 +319,16 @@ def experts_of_device(num_experts: int, axis_name: AxisName) -> int:
             f"num_experts is {num_experts}; it must be a multiple of the {devices} devices along {axis_name!r}"
         )
     return num_experts // devices
+
+
+def buffer_rows(
+    tokens: int, top_k: int, experts: int, devices: int, align: int, capacity: int | None, buffer_factor: float | None
+) -> int:
+    """`DispatchPlan.num_rows`, of as many tokens and experts on each of the devices."""
+    most = most_rows(devices * tokens * min(top_k, experts), experts, align, capacity)
+    if buffer_factor is None:
+        return most
+    return min(most, most_rows(math.ceil(buffer_factor * tokens * top_k), experts, align, capacity))
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
@@ -417,6 +436,10 @@ class _Wire:
     quantization: Quantization
     native: bool
 
+    @classmethod
+    def of(cls, quantization: Quantization | None, implementation: native.Implementation | None) -> _Wire | None:
+        return None if quantization is None else cls(quantization, native.use_native(implementation))
+
     def quantize(self, x: Array) -> tuple[Array, Array]:
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         array = quantize_parts(
@@ -498,41 +521,6 @@ def _named(x: Array) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
-
-
-def _to_send(
-    x: jax.typing.ArrayLike,
-    weights: jax.typing.ArrayLike,
-    plan: DispatchPlan,
-    quantization: Quantization | None,
-    implementation: native.Implementation | None,
-) -> tuple[_Wire | None, Array, Array, DispatchPlan]:
-    """The arguments of `dispatch`, and how x travels."""
-    x, weights = as_array("x", x), as_array("weights", weights)
-    _validate_plan(plan)
-    choices = plan.permutation.rows.shape
-    if x.dtype not in FLOATS:
-        raise ValueError(f"x has dtype {x.dtype}; it must be {FLOAT_NAMES}: cast it")
-    if x.shape[:-1] != choices[:-1]:
-        raise ValueError(f"x has shape {x.shape}; the plan is one of tokens {choices[:-1]}, so x must be [*tokens, d]")
-    if weights.shape != choices or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"weights have shape {weights.shape} and dtype {weights.dtype}; the plan is one of choices {choices}, and "
-            "weights must be a float array of the same shape"
-        )
-    if quantization is not None:
-        validate_quantization("quantization", quantization)
-        if not facts_of(quantization.scaling).rows_travel:
-            raise ValueError(
-                f"quantization has scaling {quantization.scaling!r}; rows travel alone, so it must be 'row' or "
-                "'block_1x128'"
-            )
-        if x.dtype == jnp.float16:
-            raise ValueError(
-                "x has dtype float16, whose range rounded values may exceed; use quantization=None, or bfloat16"
-            )
-    wire = None if quantization is None else _Wire(quantization, native.use_native(implementation))
-    return wire, *_together((x, weights), plan, "dispatch")
 
 
 def _validate_plan(plan: object) -> None:

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from xla_targets import know_handlers, needs_compiler
 
-from te_jax.layers import ExpertParallel, Router, moe
+from te_jax.hlo import Buffer, buffers
+from te_jax.layers import ExpertParallel, Router, expert_buffers, moe
 from te_jax.ops import Activation
 from te_jax.recipe import BlockScaling
 from te_jax.testing import assert_close
@@ -316,9 +317,10 @@ def test_xla_makes_no_pass_over_rows_of_gathered_tokens():
     """Rows [num_rows, width] lie in memory for te_jax's kernels; XLA only adds up y and dx of each token's rows."""
     know_handlers()
     tokens, width, hidden, experts = 4 * 1024, 512, 256, 32
-    num_rows = tokens * 4 + 8 * 127 // 128 * 128  # of 4 choices of a token, and of 8 experts of a device
     mesh = xla_targets.mesh(4, "expert")
-    recipe = BlockScaling(power_of_two_scales=True)  # rows travel in FP8
+    recipe = BlockScaling(power_of_two_scales=True)  # tokens travel in FP8
+    said = expert_buffers(tokens // 4, (width, hidden, width), experts, Router(4), devices=4, recipe=recipe)
+    num_rows = said.num_rows
 
     def shape(*sizes, spec=P("expert"), dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
@@ -334,6 +336,10 @@ def test_xla_makes_no_pass_over_rows_of_gathered_tokens():
     kernels = tuple(shape(experts, *sizes) for sizes in ((width, hidden), (width, hidden), (hidden, width)))
     operands = shape(tokens, width), shape(tokens, width), shape(width, experts, spec=P(), dtype=jnp.float32), kernels
     program = xla_targets.without_autotuning(jax.jit(mapped).lower(*operands)).as_text()
+    scales, rows = Buffer("f32", (width // 128, num_rows)), Buffer("f8e4m3fn", (num_rows, width))
+    gate, y = Buffer("bf16", (num_rows, hidden)), Buffer("bf16", (num_rows, width))
+    assert {scales, rows, gate, y} <= set(buffers(program))
+    assert said == (num_rows, scales.bytes + rows.bytes, 2 * gate.bytes, y.bytes)
     # Of the program itself: what fusions compute inside lies in no memory.
     entry = program[program.index("\nENTRY") :]
     instructions = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)", entry, re.MULTILINE)
@@ -371,6 +377,8 @@ def test_refusals(rng):
         jax.eval_shape(lambda: moe(operands["x"], operands["router_kernel"], operands["kernel"][:2], Router(2)))
     with pytest.raises(ValueError, match=r"router is 2; it must be a te_jax\.layers\.Router, such as"):
         jax.eval_shape(lambda: moe(**operands, router=2))
+    with pytest.raises(ValueError, match="num_experts is 6; it must be a multiple of the 4 devices"):
+        expert_buffers(64, (IN, HIDDEN, OUT), 6, Router(2), devices=4)
     mesh = Mesh(np.array(jax.devices()[:1]), ("expert",))
     local = functools.partial(moe, router=Router(2), expert_parallel="expert")
     mapped = jax.shard_map(lambda o: local(**o).y, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)

@@ -217,14 +217,14 @@ def test_experts_gather_tokens_of_all_devices(rng):
 
     def local(exchange, x, chosen, weights, cotangent, *kernels):
         plan = parallel.plan_dispatch(chosen, case.experts, axis_name="expert", exchange=exchange, **case.options)
-        wire = {"quantization": options["recipe"].quantization("activation")}
+        quantization = options["recipe"].quantization("activation")
 
         def layer(x, weights, kernels):
             if exchange == "all_gather":
-                x, weights = gather_tokens(x, weights, plan, **wire)
+                x, weights = gather_tokens(x, weights, plan, quantization, None)
                 y = experts_mlp(x, weights, plan.group_sizes, plan.gathered, kernels, **options)
                 return combine_tokens(y, plan)
-            rows, of_rows = parallel.dispatch(x, weights, plan, **wire)
+            rows, of_rows = parallel.dispatch(x, weights, plan, quantization=quantization)
             return parallel.combine(experts_mlp(rows, of_rows, plan.group_sizes, None, kernels, **options), plan)
 
         goes = jnp.any(plan.permutation.rows >= 0, axis=-1, keepdims=True)
