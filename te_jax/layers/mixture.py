@@ -212,10 +212,10 @@ def moe(
 
     All tokens at hand are sorted together. Where they are split over devices, call this inside `shard_map`. With
     expert_parallel each device then holds some of the experts only, and tokens or their rows travel to them and back
-    (`te_jax.parallel.plan_dispatch`): results and gradients are those of one device with all tokens. Scales that many rows
-    share, of CurrentScaling and of RowwiseScaling's weight gradients, follow from the rows of each device. What a
+    (`te_jax.parallel.plan_dispatch`): results and gradients are those of one device with all tokens. Scales that many
+    rows share, of CurrentScaling and of RowwiseScaling's weight gradients, follow from the rows of each device. What a
     device receives is kept for the backward pass as well ("te_dispatched_rows"). With a recipe that scales activations
-    by row or in blocks, by powers of two, these travel in FP8 forward, except in float16 and with
+    by row or in blocks, by powers of two, it travels in FP8 forward, except in float16 and with
     Router(weighted="inputs").
 
     Args:

@@ -312,6 +312,29 @@ def test_nothing_travels_twice(rng, require_devices, exchange):
     assert sorted(found) == sorted(wanted)
 
 
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_what_travelled_is_kept_as_it_arrived(rng, require_devices, exchange):
+    """In FP8, rather than what it was dequantized to."""
+    require_devices(2)
+    operands, kept = draw(rng, dtype="bfloat16"), set()
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {name: P("expert") if name in DIVIDED else P() for name in operands}
+    options = {"expert_parallel": ExpertParallel("expert", exchange=exchange), "router": Router(2)}
+
+    def local(operands):
+        recipe = BlockScaling(power_of_two_scales=True)
+        y, vjp = jax.vjp(lambda operands: moe(**operands, recipe=recipe, **options).y, operands)
+        kept.update((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(vjp) if leaf.shape[-1:] == (IN,))
+        return y
+
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P("expert")), operands)
+    said = expert_buffers(24, (IN, HIDDEN, OUT), EXPERTS, Router(2), devices=2, recipe=BlockScaling())
+    arrived = (2, 1, 24, IN) if exchange == "all_gather" else (said.num_rows, IN)
+    wide = {shape for dtype, shape in kept if dtype == "bfloat16"}
+    assert ("uint8", arrived) in kept
+    assert wide == {(1, 24, IN)}, "x of this device, for the router"
+
+
 @needs_compiler
 def test_xla_makes_no_pass_over_rows_of_gathered_tokens():
     """Rows [num_rows, width] lie in memory for te_jax's kernels; XLA only adds up y and dx of each token's rows."""
