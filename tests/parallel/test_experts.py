@@ -208,9 +208,11 @@ def test_as_loops(rng, name):
     assert f._cache_size() == 1
 
 
-def test_experts_gather_tokens_of_all_devices(rng):
+# The second one's rows are enough for one expert of a device, if the other one has no tokens.
+@pytest.mark.parametrize("limit", [{"capacity": 15}, {"buffer_factor": 0.02}], ids=["capacity", "small buffer"])
+def test_experts_gather_tokens_of_all_devices(rng, limit):
     """As rows that were sent to them, with what does not fit, and whatever tokens without an expert hold."""
-    case = Case(4, 8, 3, align=128, capacity=15)
+    case = Case(4, 8, 3, align=128, **limit)
     tokens, features, hidden = TOKENS, 32, 16
     options = {"activation": Activation("silu"), "recipe": BlockScaling(power_of_two_scales=True),
                "wgrad_accumulator": (None,) * 3, "accumulate": True, "implementation": None}  # fmt: skip
