@@ -4,9 +4,10 @@
     python -m benchmarks.fsdp_compiled --devices 64 --hosts 8 --layers 32 --names te_jax_block_fp8_head_replicas
 
 It needs XLA for CUDA (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt). Printed are, for each implementation,
-GiB of temporaries, arguments and peak memory of a device, seconds to trace and to compile, and for each collective how
-often a step calls it, asynchronously and not, and MiB of the whole arrays of each dtype. XLA chooses GEMMs without
-trying them, and bf16's attention is te_jax's call of cuDNN, for JAX's own asks the GPU.
+GiB of temporaries, arguments and peak memory of a device, how often a step launches collectives, seconds to trace and
+to compile, and for each collective how often a step calls it, asynchronously and not, and MiB of the whole arrays of
+each dtype. XLA chooses GEMMs without trying them, and bf16's attention is te_jax's call of cuDNN, for JAX's own asks
+the GPU.
 """
 
 import argparse
@@ -71,8 +72,9 @@ class Collective:
     size: int
 
 
-def collectives(program: str) -> list[Collective]:
-    """Those of the text of a compiled program, each as often as loops of known length run it."""
+def collectives(program: str) -> tuple[list[Collective], int]:
+    """Those of the text of a compiled program, each as often as loops of known length run it; and how many launches
+    they are: what one asynchronous operation starts is one."""
     computations: dict[str, list[re.Match[str]]] = {}
     lines: list[re.Match[str]] = []
     for line in program.splitlines():
@@ -82,11 +84,15 @@ def collectives(program: str) -> list[Collective]:
         elif (match := _INSTRUCTION.match(line)) is not None:
             lines.append(match)
 
+    launches = 0
+
     def run(name: str, times: int, asynchronous: bool) -> Iterator[tuple[str, str, bool, int, int]]:
+        nonlocal launches
         for match in computations.get(name, ()):
             operation, rest = match["name"], match["rest"]
             kind = operation.removesuffix("-start")
             if kind in COLLECTIVES:
+                launches += 0 if asynchronous else times
                 types = [(dtype, _size(dtype, shape)) for dtype, shape in _TYPE.findall(match["type"])]
                 # (operands, results), but for all-reduces before jax 0.11
                 if operation != kind and (kind != "all-reduce" or match["type"].startswith("((")):
@@ -101,7 +107,9 @@ def collectives(program: str) -> list[Collective]:
                 yield from run(body[1] if body else "", times * int(trips[1] if trips else 1), asynchronous)
             elif operation in ("call", "async-start"):
                 called = re.search(r"(?:to_apply|calls)=%?([\w.-]+)", rest)
-                yield from run(called[1] if called else "", times, asynchronous or operation == "async-start")
+                inner = list(run(called[1] if called else "", times, asynchronous or operation == "async-start"))
+                launches += times if inner and operation == "async-start" and not asynchronous else 0
+                yield from inner
 
     calls: collections.Counter[tuple[str, str, bool]] = collections.Counter()
     sizes: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -111,7 +119,7 @@ def collectives(program: str) -> list[Collective]:
     return [
         Collective(kind, dtype, calls[kind, dtype, True], calls[kind, dtype, False], size)
         for (kind, dtype), size in sorted(sizes.items(), key=lambda item: -item[1])
-    ]
+    ], launches
 
 
 def _size(dtype: str, shape: str) -> int:
@@ -164,11 +172,12 @@ def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
     memory: Any = compiled.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, step.peak_bytes(compiled) or 0
     temporaries, arguments, peak = (f"{size / 2**30:.2f}" for size in sizes)
+    found, launches = collectives(compiled.as_text() or "")
     lines = [
-        f"{name}: temporaries {temporaries}, arguments {arguments}, peak {peak} GiB; "
+        f"{name}: temporaries {temporaries}, arguments {arguments}, peak {peak} GiB; {launches} launches; "
         f"traced in {seconds[0]:.0f} s, compiled in {seconds[1]:.0f} s"
     ]
-    for each in collectives(compiled.as_text() or ""):
+    for each in found:
         calls = f"{each.asynchronous:4} asynchronous {each.synchronous:4} synchronous"
         lines.append(f"  {each.name:18} {each.dtype:8} {calls} {each.size / 2**20:9.1f} MiB")
     return lines

@@ -60,10 +60,10 @@ def run_layers(
 
     @jax.custom_vjp
     def run(constants: list[Array], params: list[PyTree], x: PyTree) -> PyTree:
-        gathered = _Gathered(shards, params, range(len(stack)))
+        exchanges = _Exchanges(shards, params, range(len(stack)))
         for place, layer in enumerate(stack):
-            of_layer, x = gathered.beside(place, x)
-            x = gathered.next_before(layer(constants, of_layer, x))
+            of_layer, x = exchanges.beside(place, x)
+            x = exchanges.before_next(layer(constants, of_layer, x))
         return x
 
     forward = functools.partial(_forward, stack, offload, shards)
@@ -144,32 +144,64 @@ def _plans(
     return plans
 
 
-class _Gathered:
-    """The parameters of layers, gathered in the order in which they are asked for; without shards all are there."""
+class _Exchanges:
+    """What devices exchange beside the layers that run: parameters, gathered in the order in which they are asked for,
+    and the sums of gradients. Without shards all are there."""
 
     def __init__(self, shards: Shards | None, params: Sequence[PyTree], order: Sequence[int]) -> None:
         self._shards = shards
         self._params = params
         self._order = list(order)
         self._ready: dict[int, PyTree] = {}
+        self._summands: dict[int, PyTree] = {}
+        self._gradients: dict[int, PyTree] = {}
 
     def beside(self, place: int, x: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters of a layer, and x; those of the next ones are gathered once x is there."""
+        """Parameters of a layer, and x. Once x is there, those of the next layers are gathered, and the last gradients
+        summed, as one launch: of two, the second would wait for the first, beside nothing."""
         if self._shards is None:
             return self._params[place], x
         most = self._shards.ahead(place, self._params[place]) + (place in self._ready or place in self._order)
-        while self._order and len(self._ready) < most:
+        gathers: dict[int, PyTree] = {}
+        while self._order and len(self._ready) + len(gathers) < most:
             next_ = self._order.pop(0)
-            params = self._params[next_]
-            sent, x = together(self._shards.sent(next_, params), x)
-            self._ready[next_] = self._shards.arrived(next_, params, sent)
+            sent, x = together(self._shards.sent(next_, self._params[next_]), x)
+            gathers[next_] = self._shards.gathers(next_, self._params[next_], sent)
+        if place in gathers:
+            self._launch({place: gathers.pop(place)})
+        self._launch(gathers, sum_last=True)
         return self._ready.pop(place, None), x
 
-    def next_before(self, x: PyTree) -> PyTree:
-        """x, which is there when the parameters of the next layer are: XLA would begin to gather them when it ends."""
-        for place in list(self._ready)[:1]:
-            self._ready[place], x = together(self._ready[place], x)
+    def before_next(self, x: PyTree) -> PyTree:
+        """x, which is there when what travels beside this layer is: XLA would begin to gather when the layer ends."""
+        if self._shards is None:
+            return x
+        for arrived, places in ((self._ready, list(self._ready)[:1]), (self._gradients, list(self._gradients)[-1:])):
+            for place in places:
+                arrived[place], x = together(arrived[place], x)
         return x
+
+    def sum_beside_next(self, place: int, gradients: PyTree) -> None:
+        """Takes the gradients of a layer."""
+        (self._gradients if self._shards is None else self._summands)[place] = gradients
+
+    def summed(self) -> list[PyTree]:
+        """The gradients of all layers, of this device's parts."""
+        self._launch({}, sum_last=True)
+        return [self._gradients[place] for place in range(len(self._gradients))]
+
+    def _launch(self, gathers: dict[int, PyTree], *, sum_last: bool = False) -> None:
+        if (shards := self._shards) is None:
+            return
+        summands = {}
+        if sum_last:
+            summands, self._summands = self._summands, {}
+        sums = {place: shards.sums(place, self._params[place], each) for place, each in summands.items()}
+        gathered, sums = shards.launch((gathers, sums))
+        for place, each in gathered.items():
+            self._ready[place] = shards.whole(place, self._params[place], each)
+        for place, each in sums.items():
+            self._gradients[place] = shards.scattered(place, self._params[place], summands[place], each)
 
 
 @functools.partial(
@@ -202,12 +234,12 @@ def _forward(
     constants, params, x = jax.tree.map(lambda leaf: leaf.value, (constants, params, x))
     kept: list[_Kept] = []
     slots = offload.slots or 1
-    gathered = _Gathered(shards, params, range(len(stack)))
+    exchanges = _Exchanges(shards, params, range(len(stack)))
     for place, plan in enumerate(_plans(stack, constants, params, x, offload, wanted, shards)):
         layer_constants = [constants[i] for i in plan.constants]
-        of_layer, x = gathered.beside(place, x)
+        of_layer, x = exchanges.beside(place, x)
         x, residuals = plan.run(jax.tree.leaves((layer_constants, of_layer)), x)
-        x = gathered.next_before(x)
+        x = exchanges.before_next(x)
         arrived = place if place + 1 == len(stack) else place - slots + 1
         for before in range(max(place - slots, 0), arrived):
             stored, x = together(kept[before].stored, x)
@@ -233,35 +265,30 @@ def _backward(
 ) -> tuple[list[Array | None], list[PyTree], PyTree]:
     cotangent = jax.tree.map(instantiated, cotangent, is_leaf=is_symbolic_zero)
     of_constants: dict[int, Array] = {}
-    of_params: list[PyTree] = []
     parts = [layer.shards[1] if layer.shards else None for layer in kept]
     again = [place for place in reversed(range(len(kept))) if shards is not None and not shards.keeps(place)]
-    gathered = _Gathered(shards, parts, again)
+    exchanges = _Exchanges(shards, parts, again)
     fetched: dict[tuple[int, ...], Array] = {}
     for place in reversed(range(len(kept))):
         layer, arrived = kept[place], fetched
         stored, cotangent = together(kept[place - 1].stored if place else {}, cotangent)
         fetched = {places: jax.device_put(value, _DEVICE) for places, value in stored.items()}
-        of_layer, cotangent = gathered.beside(place, cotangent)
+        of_layer, cotangent = exchanges.beside(place, cotangent)
         residuals = _residuals(layer, arrived, of_layer if place in again else None)
         gradients, cotangent = layer.plan.backward.joined(residuals)(cotangent)
         # All gradients of this layer before the next: XLA would hold residuals for products that it puts off.
         gradients, cotangent = together(gradients, cotangent)
+        cotangent = exchanges.before_next(cotangent)
         plan = layer.plan
         leaves: list[Array | None] = [None] * plan.operands.num_leaves
         for index, gradient in zip(plan.differentiated, gradients, strict=True):
             leaves[index] = gradient
         dconstants, of_layer = plan.operands.unflatten(leaves)
-        if shards is not None:
-            cotangent = gathered.next_before(cotangent)
-            of_layer = shards.scatter(place, parts[place], of_layer)
-            if of_params:
-                of_params[0], cotangent = together(of_params[0], cotangent)
-        of_params.insert(0, of_layer)
+        exchanges.sum_beside_next(place, of_layer)
         for index, gradient in zip(plan.constants, dconstants, strict=True):
             if gradient is not None:
                 of_constants[index] = of_constants[index] + gradient if index in of_constants else gradient
-    return [of_constants.get(place) for place in range(count)], of_params, cotangent
+    return [of_constants.get(place) for place in range(count)], exchanges.summed(), cotangent
 
 
 def _residuals(layer: _Kept, arrived: dict[tuple[int, ...], Array], params: PyTree) -> list[Array | None]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
@@ -34,6 +35,8 @@ from te_jax.recipe import DelayedScaling, DelayedScalingState, Scaling
 from te_jax.sharding import axes_of_entry
 
 Parameter = Array | QuantizedArray | DelayedScalingState
+# Before, XLA did not take such a launch for a collective, and had two under way at once.
+_LAUNCHES_GROUPS = jax.__version_info__ >= (0, 11, 2)
 _Entries = tuple[str | tuple[str, ...] | None, ...]
 
 
@@ -270,19 +273,47 @@ class Shards:
 
     def gather(self, place: int, params: PyTree) -> PyTree:
         """The whole parameters of a layer."""
-        return self.arrived(place, params, self.sent(place, params))
+        return self.whole(place, params, self.launch(self.gathers(place, params, self.sent(place, params))))
 
     def sent(self, place: int, params: PyTree) -> PyTree:
         """A layer's parameters as devices send them."""
         return self._map(place, self._sent, params)
 
-    def arrived(self, place: int, params: PyTree, sent: PyTree) -> PyTree:
-        """The whole parameters of a layer, from what devices send."""
-        return self._map(place, self._arrived, params, sent)
+    def gathers(self, place: int, params: PyTree, sent: PyTree) -> PyTree:
+        """What devices gather of a layer's parameters: `Operand`s of a launch, and what they have whole."""
+        return self._map(place, self._gathers, params, sent)
+
+    def whole(self, place: int, params: PyTree, gathered: PyTree) -> PyTree:
+        """The whole parameters of a layer, from the results of `gathers`."""
+        return self._map(place, self._whole, params, gathered)
+
+    def sums(self, place: int, params: PyTree, gradients: PyTree) -> PyTree:
+        """What devices sum of a layer's gradients: `Operand`s of a launch."""
+        return self._map(place, self._sums, params, gradients)
+
+    def scattered(self, place: int, params: PyTree, gradients: PyTree, sums: PyTree) -> PyTree:
+        """The gradients of this device's part, from the results of `sums`. None stays None."""
+        return self._map(place, self._scattered, params, gradients, sums)
 
     def scatter(self, place: int, params: PyTree, gradients: PyTree) -> PyTree:
         """The sums of gradients over devices, of this device's part. None stays None."""
-        return self._map(place, self._scattered, params, gradients)
+        return self.scattered(place, params, gradients, self.launch(self.sums(place, params, gradients)))
+
+    def launch(self, operands: PyTree) -> PyTree:
+        """A tree with the results of its `Operand`s, whose collectives NCCL starts as one.
+
+        There is one to wait for, and to hide. They need no common buffer, whose parts would be copied on arrival.
+        """
+        leaves, structure = jax.tree.flatten(operands)
+        each = [leaf for leaf in leaves if isinstance(leaf, Operand)]
+        kinds = tuple((operand.gathers, operand.dim) for operand in each)
+        arguments = self.fsdp.axis_name, kinds, [operand.array for operand in each]
+        if _LAUNCHES_GROUPS and self.fsdp.size > 1 and len(each) > 1:
+            with set_xla_metadata(_collectives_group="", inlineable="false"):
+                results = iter(jax.jit(_collectives, static_argnums=(0, 1))(*arguments))
+        else:
+            results = iter(_collectives(*arguments))
+        return structure.unflatten([next(results) if isinstance(leaf, Operand) else leaf for leaf in leaves])
 
     def ahead(self, place: int, params: PyTree) -> int:
         """How many layers' parameters are on their way beside a layer that has these."""
@@ -310,26 +341,26 @@ class Shards:
             return leaf
         if isinstance(leaf, QuantizedArray):
             # The copy whose parts lie one after the other.
-            split_rows = dim < leaf.ndim - leaf.col_ndim
-            return (leaf.data, leaf.scale_inv) if split_rows else (leaf.transposed, leaf.transposed_scale_inv)
+            by_rows = _splits_rows(leaf, dim)
+            return (leaf.data, leaf.scale_inv) if by_rows else (leaf.transposed, leaf.transposed_scale_inv)
         return leaf.astype(self.dtype or leaf.dtype) if _is_kernel(leaf) else leaf
 
-    def _arrived(self, dim: int | None, leaf: Parameter, sent: PyTree) -> PyTree:
+    def _gathers(self, dim: int | None, leaf: Parameter, sent: PyTree) -> PyTree:
         if dim is None:
             return sent
-        gather = functools.partial(lax.all_gather, axis_name=self.fsdp.axis_name, tiled=True)
         if not isinstance(leaf, QuantizedArray):
-            return gather(sent, axis=dim)
-        # The other copy is the transpose: `_validate_split` has made sure.
-        count, cols = leaf.ndim, leaf.col_ndim
-        rows = count - cols
-        stacked = rows - leaf.row_ndim
-        to_transposed = (*range(stacked), *range(rows, count), *range(stacked, rows))
-        split_rows = dim < rows
-        axis, order = (dim, to_transposed) if split_rows else (to_transposed.index(dim), np.argsort(to_transposed))
+            return Operand(sent, dim, gathers=True)
+        axis = dim if _splits_rows(leaf, dim) else _to_transposed(leaf).index(dim)
         # Scales of tensors have the stacked dimensions alone.
-        arrays = [gather(x, axis=axis) if axis < x.ndim else x for x in sent]
-        turned = [x.transpose(order) if x.ndim == count else x for x in arrays]
+        return tuple(Operand(x, axis, gathers=True) if axis < x.ndim else x for x in sent)
+
+    def _whole(self, dim: int | None, leaf: Parameter, arrays: PyTree) -> PyTree:
+        if dim is None or not isinstance(leaf, QuantizedArray):
+            return arrays
+        # The other copy is the transpose: `_validate_split` has made sure.
+        split_rows, order = _splits_rows(leaf, dim), _to_transposed(leaf)
+        order = order if split_rows else np.argsort(order)
+        turned = tuple(x.transpose(order) if x.ndim == leaf.ndim else x for x in arrays)
         data, transposed = (arrays, turned) if split_rows else (turned, arrays)
         through = leaf.straight_through
         if through is not None:
@@ -344,21 +375,59 @@ class Shards:
             straight_through=through,
         )
 
-    def _scattered(self, dim: int | None, leaf: Any, gradient: Any) -> PyTree:
+    def _sums(self, dim: int | None, leaf: Any, gradient: Any) -> Operand | None:
         if dim is None or gradient is None:
-            return gradient
+            return None
         if isinstance(leaf, QuantizedArray):
-            through = self._summed(dim, gradient.straight_through, leaf.straight_through)
-            none = dict.fromkeys(("data", "scale_inv", "transposed", "transposed_scale_inv"))
-            return dataclasses.replace(gradient, **none, straight_through=through)
-        return self._summed(dim, gradient, leaf)
-
-    def _summed(self, dim: int, gradient: Array | None, like: Any) -> Array | None:
+            leaf, gradient = leaf.straight_through, gradient.straight_through
         if gradient is None:
             return None
-        gradient = gradient.astype(self.fsdp.reduce_dtype if _is_kernel(like) else jnp.float32)
-        summed = lax.psum_scatter(gradient, self.fsdp.axis_name, scatter_dimension=dim, tiled=True)
-        return summed.astype(like.dtype)
+        return Operand(gradient.astype(self.fsdp.reduce_dtype if _is_kernel(leaf) else jnp.float32), dim, gathers=False)
+
+    def _scattered(self, dim: int | None, leaf: Any, gradient: Any, total: Array | None) -> PyTree:
+        if dim is None or gradient is None:
+            return gradient
+        if not isinstance(leaf, QuantizedArray):
+            assert total is not None
+            return total.astype(leaf.dtype)
+        through = None if total is None else total.astype(leaf.straight_through.dtype)
+        none = dict.fromkeys(("data", "scale_inv", "transposed", "transposed_scale_inv"))
+        return dataclasses.replace(gradient, **none, straight_through=through)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What devices gather or sum.
+
+    Attributes:
+      array: this device's part, or its summand.
+      dim: along which devices have parts.
+      gathers: whether all get the whole array, or each its part of the sum.
+    """
+
+    array: Array
+    dim: int
+    gathers: bool
+
+
+def _collectives(axis_name: str, kinds: Sequence[tuple[bool, int]], arrays: Sequence[Array]) -> list[Array]:
+    gather = functools.partial(lax.all_gather, axis_name=axis_name, tiled=True)
+    scatter = functools.partial(lax.psum_scatter, axis_name=axis_name, tiled=True)
+    return [
+        gather(x, axis=dim) if gathers else scatter(x, scatter_dimension=dim)
+        for x, (gathers, dim) in zip(arrays, kinds, strict=True)
+    ]
+
+
+def _splits_rows(kernel: QuantizedArray, dim: int) -> bool:
+    return dim < kernel.ndim - kernel.col_ndim
+
+
+def _to_transposed(kernel: QuantizedArray) -> tuple[int, ...]:
+    """The order of a kernel's dimensions in its transposed copy."""
+    rows = kernel.ndim - kernel.col_ndim
+    stacked = rows - kernel.row_ndim
+    return (*range(stacked), *range(rows, kernel.ndim), *range(stacked, rows))
 
 
 def is_parameter(leaf: object) -> bool:

@@ -97,6 +97,7 @@ HloModule jit_step, is_scheduled=true
 
 %wrapped (p: f32[8,4]) -> f32[2,4] {
   %reduce-scatter.1 = f32[2,4]{1,0} reduce-scatter(%p), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}
+  %all-gather.9 = s8[8]{0} all-gather(%q), channel_id=2, dimensions={0}
 }
 
 ENTRY %main {
@@ -113,11 +114,14 @@ ENTRY %main {
 
 
 def test_collectives_of_a_program():
-    """As often as loops run them, and with the sizes of whole arrays."""
-    assert sorted(collectives(PROGRAM), key=repr) == [
+    """As often as loops run them, and with the sizes of whole arrays; two of them are one launch."""
+    found, launches = collectives(PROGRAM)
+    assert launches == 3 + 7
+    assert sorted(found, key=repr) == [
         Collective("all-gather", "bf16", 3, 0, 3 * 2 * 32),
         Collective("all-gather", "f32", 0, 0, 4 * 8),  # the second result of one call
         Collective("all-gather", "f8e4m3fn", 0, 1, 32),
+        Collective("all-gather", "s8", 1, 0, 8),
         Collective("all-reduce", "bf16", 2, 0, 2 * 2 * 16),
         Collective("all-reduce", "f32", 0, 1, 4 * 16),
         Collective("reduce-scatter", "bf16", 0, 2, 2 * 2 * 32),

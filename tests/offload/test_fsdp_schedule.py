@@ -75,6 +75,24 @@ def test_two_bytes_a_parameter_travel_each_way(keep, gathers, monkeypatch):
 
 
 @needs_compiler
+def test_each_layer_exchanges_once_beside_products(monkeypatch):
+    """But for the first parameters and the last gradients, which nothing can hide."""
+    know_handlers()
+    monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: True)
+    monkeypatch.setattr("te_jax.parallel.fsdp._LAUNCHES_GROUPS", True)
+    layers = 6
+    products, started, beside = 0, {}, []
+    for line in gradient(layers).as_text().split("\nENTRY ")[1].splitlines():
+        products += 'custom_call_target="te_gemm' in line
+        if launch := re.match(r"\s+%?([\w.-]+) = .* (async|all-gather|reduce-scatter)-start\(", line):
+            started[launch[1]] = products
+        if launch := re.match(r"\s+%?[\w.-]+ = .* (?:async|all-gather|reduce-scatter)-done\(%?([\w.-]+)\)", line):
+            beside.append(products - started[launch[1]])
+    assert len(beside) == 2 * layers + 1
+    assert min(beside[1:-2]) > 0
+
+
+@needs_compiler
 def test_devices_hold_the_parameters_of_two_layers(monkeypatch):
     """Memory grows by a layer's input with every layer; kept parameters would add a byte for each."""
     know_handlers()

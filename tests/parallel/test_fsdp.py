@@ -1,5 +1,6 @@
 """Layers whose parameters devices share: values and gradients of whole parameters, and what is refused."""
 
+import collections
 import dataclasses
 import functools
 
@@ -12,10 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import layers, ops, optim
+from te_jax._core.jaxprs import inner
 from te_jax.layers import apply_layers
 from te_jax.offload import Offload
 from te_jax.optim import Requantize
 from te_jax.parallel import FSDP, gather_params, shard_specs
+from te_jax.parallel import fsdp as fsdp_module
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -147,7 +150,8 @@ whole_gradient = functools.cache(lambda run: gradient(run))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradients_of_whole_parameters(case, mesh, rng):
+def test_the_gradients_of_whole_parameters(case, mesh, rng, monkeypatch):
+    monkeypatch.setattr(fsdp_module, "_LAUNCHES_GROUPS", case != "plain")
     changes, run, options = CASES[case]
     params, x = draw(rng, count=3 if case == "gathered again" else COUNT)
     found = on_mesh(mesh, params, x, dataclasses.replace(EXACT, **changes), run, **options)
@@ -316,13 +320,33 @@ def test_each_device_draws_for_its_part_of_the_batch(case, require_devices):
         np.testing.assert_array_equal(*of_one(x, jax.random.key(1)))
 
 
-@pytest.mark.parametrize("keep", [0, 1, COUNT])
-def test_the_last_layers_are_gathered_once(keep, mesh, rng):
-    params, x = draw(rng)
+def launches(jaxpr):
+    """How often each launch of a program gathers and sums."""
+    for eqn in jaxpr.eqns:
+        if eqn.params.get("name") == "_collectives":
+            counts = collections.Counter(each.primitive.name for part in inner(eqn) for each in part.eqns)
+            yield counts["all_gather"], counts["reduce_scatter"]
+        else:
+            assert eqn.primitive.name not in ("all_gather", "reduce_scatter")
+            for part in inner(eqn):
+                yield from launches(part)
+
+
+@pytest.mark.parametrize(
+    ("keep", "backward"),
+    [
+        (0, [(2, 0), (2, 0), (2, 2), (0, 2), (0, 2)]),
+        (1, [(2, 0), (2, 2), (0, 2), (0, 2)]),
+        (3, [(0, 2), (0, 2), (0, 2)]),
+    ],
+)
+def test_one_launch_a_layer(keep, backward, mesh, rng, monkeypatch):
+    """The last layers are gathered once; the others beside the sums of gradients, `up` and `down` together."""
+    monkeypatch.setattr(fsdp_module, "_LAUNCHES_GROUPS", True)
+    params, x = draw(rng, count=3)
     with jax.set_mesh(mesh):
-        lowered = gradient(plain, fsdp=of(quantize=None, keep=keep), remat=True).lower(params, x["h"], x["mask"])
-    gathers = 2 * COUNT - keep
-    assert lowered.as_text().count("stablehlo.all_gather") == 2 * gathers  # `up` and `down`
+        traced = gradient(plain, fsdp=of(quantize=None, keep=keep), remat=True).trace(params, x["h"], x["mask"])
+    assert list(launches(traced.jaxpr)) == [(2, 0)] * 3 + backward
 
 
 def test_gradients_on_a_wire_of_sixteen_bits(mesh, rng):
