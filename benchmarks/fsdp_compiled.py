@@ -2,6 +2,8 @@
 
     python -m benchmarks.fsdp_compiled                        # 8 GPUs of a host, bf16 and te_jax
     python -m benchmarks.fsdp_compiled --devices 64 --hosts 8 --layers 32 --names te_jax_block_fp8_head_replicas
+    python -m benchmarks.fsdp_compiled --devices 64 --hosts 8 --layers 32 --output benchmarks/results/compiled.json \
+        --names bf16,te_jax_block_fp8_head,te_jax_block_fp8_head_replicas     # the table of docs/multi_host.md
 
 It needs XLA for CUDA (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt). Printed are, for each implementation,
 GiB of temporaries, arguments and peak memory of a device, how often a step launches collectives, seconds to trace and
@@ -14,10 +16,12 @@ import argparse
 import collections
 import dataclasses
 import functools
+import json
 import math
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +30,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import fsdp, layer, shapes, step
+from benchmarks import fsdp, harness, layer, shapes, step
 from te_jax import native, ops
 
 # What XLA asks a device for, from NVIDIA's data sheet and the CUDA programming guide (compute capability 9.0).
@@ -147,8 +151,41 @@ def prepare() -> None:
     layer.Plain.attention = lambda self, query, key, value: ops.attention(query, key, value, causal=True)
 
 
-def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
-    """Compiles an implementation, and says what came of it.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiled step of an implementation; sizes are bytes of a device.
+
+    Attributes:
+      temporaries, arguments, peak: memory.
+      launches: of collectives in a step.
+      traced, compiled: seconds.
+      collectives: of a step.
+    """
+
+    name: str
+    temporaries: int
+    arguments: int
+    peak: int
+    launches: int
+    traced: float
+    compiled: float
+    collectives: list[Collective]
+
+    def lines(self) -> list[str]:
+        """For the terminal."""
+        temporaries, arguments, peak = (f"{n / 2**30:.2f}" for n in (self.temporaries, self.arguments, self.peak))
+        lines = [
+            f"{self.name}: temporaries {temporaries}, arguments {arguments}, peak {peak} GiB; {self.launches} launches; "
+            f"traced in {self.traced:.0f} s, compiled in {self.compiled:.0f} s"
+        ]
+        for each in self.collectives:
+            calls = f"{each.asynchronous:4} asynchronous {each.synchronous:4} synchronous"
+            lines.append(f"  {each.name:18} {each.dtype:8} {calls} {each.size / 2**20:9.1f} MiB")
+        return lines
+
+
+def program_of(name: str, case: shapes.StepShape, hosts: int = 1) -> Program:
+    """Compiles an implementation.
 
     Args:
       name: of the implementation.
@@ -171,16 +208,8 @@ def report(name: str, case: shapes.StepShape, hosts: int = 1) -> list[str]:
     seconds = traced - start, time.perf_counter() - traced
     memory: Any = compiled.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, step.peak_bytes(compiled) or 0
-    temporaries, arguments, peak = (f"{size / 2**30:.2f}" for size in sizes)
     found, launches = collectives(compiled.as_text() or "")
-    lines = [
-        f"{name}: temporaries {temporaries}, arguments {arguments}, peak {peak} GiB; {launches} launches; "
-        f"traced in {seconds[0]:.0f} s, compiled in {seconds[1]:.0f} s"
-    ]
-    for each in found:
-        calls = f"{each.asynchronous:4} asynchronous {each.synchronous:4} synchronous"
-        lines.append(f"  {each.name:18} {each.dtype:8} {calls} {each.size / 2**20:9.1f} MiB")
-    return lines
+    return Program(name, *sizes, launches, *seconds, found)
 
 
 def main() -> None:
@@ -190,16 +219,25 @@ def main() -> None:
     parser.add_argument("--case", default=shapes.FSDP_GPU[0].name, choices=[case.name for case in shapes.FSDP_GPU])
     parser.add_argument("--layers", type=int, help="instead of the case's")
     parser.add_argument("--names", default="bf16,te_jax_block_fp8_head_jit,te_jax_block_fp8_head")
+    parser.add_argument("--output", type=Path, help="a file for the figures, in JSON")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     case = next(case for case in shapes.FSDP_GPU if case.name == options.case)
     case = dataclasses.replace(case, depths=(options.layers or case.depths[0],))
+    programs = []
     for name in options.names.split(","):
         try:
-            lines = report(name, fsdp.on_devices(case, options.devices), options.hosts)
+            programs.append(program_of(name, fsdp.on_devices(case, options.devices), options.hosts))
         except ValueError as error:
-            lines = [f"{name}: {error}"]
-        print("\n".join(lines), flush=True)
+            print(f"{name}: {error}", flush=True)
+        else:
+            print("\n".join(programs[-1].lines()), flush=True)
+    if options.output is not None:
+        environment = harness.environment()
+        document = {name: environment[name] for name in ("commit", "dirty", "date")} | {"jax": jax.__version__}
+        document |= {"case": case.name, "devices": options.devices, "hosts": options.hosts}
+        document["programs"] = [dataclasses.asdict(program) for program in programs]
+        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

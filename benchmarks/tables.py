@@ -51,7 +51,7 @@ _RATIO = re.compile(
     r"(?P<content>[^\n]*?)"
     r"(?P<close><!-- /ratio -->)"
 )
-_KINDS = "first_figure|first_rows|gains|whole|changes|waiting|shared|errors"
+_KINDS = "first_figure|first_rows|gains|whole|changes|waiting|shared|hosts|errors"
 _OWN = re.compile(
     rf"(?P<open><!-- (?P<kind>{_KINDS}) -->\n)(?P<content>.*?)(?P<close><!-- /(?P=kind) -->)",
     re.DOTALL,
@@ -162,6 +162,14 @@ SHARED = (
     ("a plain NNX model after the changes of the fast step", "nnx_loss"),
 )
 """Steps whose parameters devices share: in words, and names of implementations."""
+
+
+HOSTS = (
+    ("plain JAX, bfloat16, FSDP over all GPUs", "bf16"),
+    ("te_jax in FP8, FSDP over all GPUs", "te_jax_block_fp8_head"),
+    ("te_jax in FP8, FSDP within a host, hosts are replicas (the default)", "te_jax_block_fp8_head_replicas"),
+)
+"""Layouts over several hosts: in words, and names of implementations."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -420,6 +428,26 @@ def shared_table(root: Path, page_folder: Path) -> str:
     return "\n".join([table, *(f"{link}. {provenance(of)}\n" for link, of in zip(links, documents, strict=True))])
 
 
+def hosts_table(root: Path, page_folder: Path) -> str:
+    """What compiled steps of `HOSTS` hold and exchange."""
+    del page_folder
+    document = json.loads((root / "benchmarks" / "results" / "compiled.json").read_text(encoding="utf-8"))
+    programs = {program["name"]: program for program in document["programs"]}
+
+    def gibibytes(program: dict[str, Any], *names: str) -> str:
+        return f"{sum(each['size'] for each in program['collectives'] if each['name'] in names) / 2**30:.2f}"
+
+    body = []
+    for words, name in HOSTS:
+        program = programs[name]
+        exchanged = (gibibytes(program, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+        body.append([words, f"{program['peak'] / 2**30:.1f}", *exchanged, f"{program['launches']}"])
+    table = _markdown_table(["", "GiB a GPU", "gathered", "scattered", "summed", "launches"], body, left=1)
+    where = f"{document['devices']} × H100 of {document['hosts']} hosts, `{document['case']}`, jax {document['jax']}"
+    changed = " with local changes" if document["dirty"] else ""
+    return f"{table}\n{where}; commit {document['commit'][:12]}{changed}; {document['date'][:10]}.\n"
+
+
 def errors_table(root: Path, page_folder: Path) -> str:
     """Relative errors of an FP8 layer's result and gradients for each recipe."""
     device, case = "nvidia-h100-80gb-hbm3", "8192x14336x4096"
@@ -446,6 +474,7 @@ _TABLES = {
     "changes": changes_table,
     "waiting": waiting_table,
     "shared": shared_table,
+    "hosts": hosts_table,
     "errors": errors_table,
 }
 

@@ -467,7 +467,9 @@ def _bound(
     quantize: list[Any] = [None] * len(blocks)
     # With scales of rows or of a state's amax, whole kernels are quantized by the layers.
     if scaling_state is None and kernel_facts(config).is_symmetric:
-        hows = requantize(config, parallel=parallel, implementation=implementation)["layers"]
+        # Devices quantize here what cuts blocks, too.
+        whole = dataclasses.replace(parallel, fsdp=None)
+        hows = requantize(config, parallel=whole, implementation=implementation)["layers"]
         quantize = [(how, None) for how in hows]
     last = {"final_norm": specs["final_norm"], "head": head_spec(parallel)}
     of_blocks = [(loop_specs(block, parallel), of_state) for block in blocks]

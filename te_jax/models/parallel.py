@@ -29,7 +29,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from te_jax._core.arguments import is_whole_number
-from te_jax._core.types import BLOCK, FP8_ALIGNMENT, PyTree
+from te_jax._core.types import FP8_ALIGNMENT, PyTree
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.layers.tensor_parallel import TensorAxis
 from te_jax.models.config import MLP, DecoderConfig, kernel_facts
@@ -256,19 +256,23 @@ def _gathered_kernels(
         yield name, entries, None if split is None else (stacked + split[0], split[1])
 
 
+def kernels_cut_by_fsdp(config: DecoderConfig, parallel: TensorParallel) -> tuple[str, ...]:
+    """The kernels of a block of which devices of `parallel.fsdp` have parts that cut blocks."""
+    if (fsdp := parallel.fsdp) is None or not kernel_facts(config).in_blocks:
+        return ()
+    layer = _block_specs(config, dataclasses.replace(parallel, fsdp=None))
+    return tuple(name for name, _, split in _gathered_kernels(layer, config, parallel, fsdp) if split and not split[1])
+
+
 def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:
     """Why devices cannot have parts of the parameters, or None."""
     if config.hidden_size // parallel.size % fsdp.size:
         return f"hidden_size is {config.hidden_size}, which {parallel.size} · {fsdp.size} does not divide"
-    by_blocks = kernel_facts(config).in_blocks
     for block in dict.fromkeys((config.block(0), config)):
         layer = _block_specs(block, dataclasses.replace(parallel, fsdp=None))
         for name, _, split in _gathered_kernels(layer, block, parallel, fsdp):
-            shape = block.kernel_shapes[name]
             if split is None:
-                return f"{name} has shape {shape}, of which it divides no dimension"
-            if by_blocks and not split[1]:
-                return f"{name} has shape {shape}, and no dimension has parts that are whole blocks of {BLOCK}"
+                return f"{name} has shape {block.kernel_shapes[name]}, of which it divides no dimension"
     return None
 
 

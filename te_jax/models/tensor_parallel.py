@@ -13,7 +13,7 @@ from jax import Array, lax
 from te_jax import sharding
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
-from te_jax.models.parallel import TensorParallel, loop_specs
+from te_jax.models.parallel import TensorParallel, kernels_cut_by_fsdp, loop_specs
 from te_jax.reference.softmax_cross_entropy import equals
 
 _TIME_AXIS = 1
@@ -69,7 +69,7 @@ def quantized_in_layers(config: DecoderConfig, parallel: TensorParallel) -> tupl
         specs = loop_specs(config, parallel)
         axes = {name: itertools.chain(*map(sharding.axes_of_entry, specs[name] or ())) for name in shapes}
         left += tuple(name for name in axes if parallel.fsdp.axis_name in axes[name])
-    return left
+    return left + kernels_cut_by_fsdp(config, parallel)
 
 
 def embed(embedding: Array, tokens: Array, config: DecoderConfig, parallel: TensorParallel | None) -> Array:

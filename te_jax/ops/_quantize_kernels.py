@@ -20,6 +20,7 @@ from te_jax.recipe import Quantization
 from te_jax.reference.quantize import (
     Copies,
     QuantizedParts,
+    SharedBlocks,
     amax_of,
     amax_of_shards,
     blocked_groups,
@@ -44,6 +45,7 @@ class Request:
     col_axes: tuple[str, ...]
     with_amax: bool
     with_dbias: bool
+    shared_blocks: SharedBlocks | None = None
 
     @property
     def facts(self) -> tuple[Facts, ...]:

@@ -21,7 +21,7 @@ from te_jax.ops._quantize_kernels import Request, quantize_by_kernels
 from te_jax.ops.operands import as_array, validate_quantization
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import Quantization
-from te_jax.reference.quantize import Copies, GroupAxes, QuantizedParts, blocked_groups, mesh_axes
+from te_jax.reference.quantize import Copies, GroupAxes, QuantizedParts, SharedBlocks, blocked_groups, mesh_axes
 
 _NO_DERIVATIVE = (
     "te_jax.ops.quantize has no derivative, because that of rounding is zero: te_jax.ops.dense and te_jax.parallel "
@@ -154,6 +154,16 @@ def quantize_parts(
     return quantize_requested(x, amax, request, _use_native(implementation, request, x.dtype) and x.size > 0)
 
 
+def quantize_shared_blocks(
+    x: Array, quantization: Quantization, shared_blocks: SharedBlocks, *, row_ndim: int, straight_through: bool
+) -> QuantizedArray:
+    """`quantize` of a part that cuts blocks, whose amaxes devices exchange: its scales are those of the whole array. By
+    XLA; for square blocks, whose copies have the same scales."""
+    request, _ = as_request("x", x, quantization, row_ndim, "both", None, None, with_amax=False)
+    request = dataclasses.replace(request, shared_blocks=shared_blocks)
+    return _quantize_once(x, None, request, False, straight_through).array
+
+
 def _use_native(implementation: native.Implementation | None, request: Request, dtype: np.dtype) -> bool:
     if all(facts.native for facts in request.facts):
         return native.use_native(implementation, dtype=dtype)
@@ -258,6 +268,7 @@ def quantize_requested(x: Array, amax: Array | None, request: Request, use_nativ
         amax_axis={"rows": request.row_axes, "cols": request.col_axes},
         with_amax=request.with_amax,
         with_dbias=request.with_dbias,
+        shared_blocks=request.shared_blocks,
     )
 
 

@@ -28,10 +28,11 @@ from jax.typing import DTypeLike
 from te_jax import sharding
 from te_jax._core.arguments import as_dtype, is_whole_number
 from te_jax._core.types import BLOCK, FLOAT_NAMES, FLOATS, PyTree, T
-from te_jax.ops.linear.arguments import with_gradient_through
+from te_jax.ops.linear.arguments import whole_blocks, with_gradient_through
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import DelayedScaling, DelayedScalingState, Scaling
+from te_jax.reference.quantize import SharedBlocks
 from te_jax.sharding import axes_of_entry
 
 Parameter = Array | QuantizedArray | DelayedScalingState
@@ -133,8 +134,8 @@ def shard_specs(params: PyTree, fsdp: FSDP) -> PyTree:
     Blocks are what shares a scale in block scaling, so that every device quantizes its part alone. Where no dimension
     has them by itself, kernels of `fsdp.quantize` are split along the first of several dimensions that are rows or
     columns together, such as heads, or along those that stack kernels, such as experts. If these do not have whole
-    blocks either, the first dimension that devices divide is split; parameters of fewer than `fsdp.min_size` values are
-    not.
+    blocks either, the first dimension that devices divide is split, and devices exchange the amaxes of blocks that they
+    cut. Parameters of fewer than `fsdp.min_size` values are not split.
 
     Args:
       params: a pytree of arrays or `jax.ShapeDtypeStruct`. Of a QuantizedArray the spec is that of what it stands for.
@@ -351,8 +352,13 @@ class Shards:
         if not isinstance(leaf, QuantizedArray):
             return Operand(sent, dim, gathers=True)
         axis = dim if _splits_rows(leaf, dim) else _to_transposed(leaf).index(dim)
-        # Scales of tensors have the stacked dimensions alone.
-        return tuple(Operand(x, axis, gathers=True) if axis < x.ndim else x for x in sent)
+        data, scale_inv = sent
+        # Scales of tensors have the stacked dimensions alone; those of blocks that devices cut are whole.
+        scales_split = axis < scale_inv.ndim and not _has_whole_scales(leaf, dim)
+        return (
+            Operand(data, axis, gathers=True),
+            Operand(scale_inv, axis, gathers=True) if scales_split else scale_inv,
+        )
 
     def _whole(self, dim: int | None, leaf: Parameter, arrays: PyTree) -> PyTree:
         if dim is None or not isinstance(leaf, QuantizedArray):
@@ -417,6 +423,12 @@ def _collectives(axis_name: str, kinds: Sequence[tuple[bool, int]], arrays: Sequ
         gather(x, axis=dim) if gathers else scatter(x, scatter_dimension=dim)
         for x, (gathers, dim) in zip(arrays, kinds, strict=True)
     ]
+
+
+def _has_whole_scales(kernel: QuantizedArray, dim: int) -> bool:
+    """Whether this device's part cuts blocks along a dimension: see `SharedBlocks`."""
+    last = kernel.ndim - kernel.col_ndim - 1, kernel.ndim - 1
+    return facts_of(kernel.scaling).in_blocks and dim in last and kernel.shape[dim] % BLOCK != 0
 
 
 def _splits_rows(kernel: QuantizedArray, dim: int) -> bool:
@@ -584,12 +596,14 @@ def _prepared(
         )
     group = "rows" if dim < how.stacked_ndim + how.row_ndim else "cols"
     shares_scale = facts_of(how.recipe.quantization("kernel").scaling).by_tensor and dim >= how.stacked_ndim
+    cuts = _cuts_blocks(leaf.shape, dim, how)
     kernel = quantize_kernel(
         leaf,
         how.recipe,
         row_ndim=how.row_ndim,
         stacked_ndim=how.stacked_ndim,
         amax_axis={group: fsdp.axis_name} if shares_scale else None,
+        shared_blocks=SharedBlocks(group, fsdp.axis_name) if cuts else None,
         straight_through=True,
         implementation=how.implementation,
     )
@@ -602,8 +616,20 @@ def _prepared(
                 "that are contracted, and one of the others: split it along the first of these"
             )
         dim = starts[dim]
-    _validate_split(name, kernel, dim)
+    if not cuts:
+        _validate_split(name, kernel, dim)
     return with_gradient_through(kernel), dim
+
+
+def _cuts_blocks(shape: Sequence[int], dim: int, how: Requantize) -> bool:
+    """Whether parts of this shape, along a dimension, cut blocks that both copies of a kernel have."""
+    facts = facts_of(how.recipe.quantization("kernel").scaling)
+    if not (facts.in_blocks and facts.is_symmetric and dim >= how.stacked_ndim):
+        return False
+    cols = how.stacked_ndim + how.row_ndim
+    first, last = (how.stacked_ndim, cols) if dim < cols else (cols, len(shape))
+    after = whole_blocks(tuple(shape[first:last]), BLOCK)
+    return after[-1] % BLOCK != 0 and dim == (first if len(after) == 1 else last - 1)
 
 
 def _validate_split(name: str, kernel: QuantizedArray, dim: int | None) -> None:
@@ -616,9 +642,7 @@ def _validate_split(name: str, kernel: QuantizedArray, dim: int | None) -> None:
             f"{name} is quantized by {sorted(scalings)}: its two copies have scales of their own, and devices that "
             "have parts cannot agree on them. Leave it out of fsdp.quantize, or use BlockScaling or CurrentScaling"
         )
-    stacked = kernel.ndim - kernel.row_ndim - kernel.col_ndim
-    last = dim in (stacked + kernel.row_ndim - 1, kernel.ndim - 1)
-    if last and kernel.shape[dim] % BLOCK:
+    if _has_whole_scales(kernel, dim):
         raise ValueError(
             f"{name} has shape {kernel.shape} on a device, and dimension {dim} cuts blocks of {BLOCK}: split another "
             "dimension, or over fewer devices with replica_axis for the others"

@@ -18,7 +18,7 @@ from jax import Array, lax
 from te_jax._core.types import E8M0
 from te_jax.quantized import Facts, QuantizedArray, facts_of
 from te_jax.recipe import Quantization
-from te_jax.sharding import blocks
+from te_jax.sharding import blocks, varying_axes, varying_over
 
 AxisName = str | tuple[str, ...]
 GroupAxes = AxisName | Mapping[Literal["rows", "cols"], AxisName]
@@ -28,6 +28,14 @@ _INFINITY = 0x7F800000
 _SMALLEST_NORMAL = 0x00800000
 _QUIET_NAN = 0x7FC00000
 _FP8_NAN = 0x7F  # in both formats
+
+
+class SharedBlocks(NamedTuple):
+    """Blocks along the last dimension of "rows" or "cols", of which devices along a mesh axis have equal parts that cut
+    them."""
+
+    group: Literal["rows", "cols"]
+    axis_name: str
 
 
 class QuantizedParts(NamedTuple):
@@ -48,6 +56,7 @@ def quantize(
     amax_axis: GroupAxes | None = None,
     with_amax: bool = False,
     with_dbias: bool = False,
+    shared_blocks: SharedBlocks | None = None,
 ) -> QuantizedParts:
     """Definition of `te_jax.ops.quantize`; see there for the arguments."""
     row_ndim = x.ndim - 1 if row_ndim is None else row_ndim
@@ -65,7 +74,7 @@ def quantize(
 
     data = scale_inv = transposed = transposed_scale_inv = None
     if copies != "transposed":
-        data, scale_inv = _copy(wide, quantization, of_data, rows, cols, tensor_amax, col_axes)
+        data, scale_inv = _copy(wide, quantization, of_data, rows, cols, tensor_amax, col_axes, shared_blocks)
     same_scales = of_data == of_transposed and of_data.is_symmetric
     if data is not None and scale_inv is not None and copies == "both" and same_scales:
         transposed = data.transpose(cols + rows)
@@ -159,6 +168,7 @@ def _copy(
     summed: tuple[int, ...],
     tensor_amax: Array | None,
     summed_axes: tuple[str, ...],
+    shared_blocks: SharedBlocks | None = None,
 ) -> tuple[Array, Array]:
     """One copy: FP8 in the order of x, and scale_inv in the order of `quantized.scale_shape`."""
 
@@ -177,12 +187,33 @@ def _copy(
         codes, scale_inv = scaled(x, _over(lax.pmax, _amax_bits(x, summed, keepdims=True), summed_axes))
         return codes, jnp.squeeze(scale_inv, summed)
 
+    if shared_blocks is not None:
+        cut, whole = (outer[-1], summed[-1]) if shared_blocks.group == "rows" else (summed[-1], outer[-1])
+        return _copy_of_shared_blocks(x, quantization, facts, cut, whole, shared_blocks.axis_name)
     split = sorted({summed[-1]} if facts.outer_block == 1 else {summed[-1], outer[-1]})
     parts = blocks.split(x, split, facts.block_size)
     inside = tuple(axis + place + 1 for place, axis in enumerate(split))
     codes, scale_inv = scaled(parts, _amax_bits(parts, inside, keepdims=True))
     scale_inv = jnp.squeeze(scale_inv, inside).transpose(facts.of_scales(outer, summed))
     return blocks.merge(codes, x.shape, split), _e8m0(scale_inv) if facts.dtype == E8M0 else scale_inv
+
+
+def _copy_of_shared_blocks(
+    x: Array, quantization: Quantization, facts: Facts, cut: int, whole: int, axis_name: str
+) -> tuple[Array, Array]:
+    """FP8 of this device's part along one dimension, and the scales of all devices' blocks. Blocks are square."""
+    parts = blocks.split(x, [whole], facts.block_size)
+    inside, cut = whole + 1, cut + (cut > whole)
+    of_rows = _amax_bits(parts, (inside,), keepdims=True)
+    count = x.shape[cut - (cut > whole)]
+    block = (lax.axis_index(axis_name) * count + jnp.arange(count, dtype=jnp.int32)) // facts.block_size
+    shape = list(of_rows.shape)
+    shape[cut] = -(-count * lax.axis_size(axis_name) // facts.block_size)
+    amax = varying_over(jnp.zeros(shape, of_rows.dtype), varying_axes(of_rows))
+    amax = lax.pmax(amax.at[(slice(None),) * cut + (block,)].max(of_rows), axis_name)
+    scale = scale_of(amax, quantization.dtype, quantization.power_of_two_scales)
+    codes = _encode(parts, jnp.take(scale, block, axis=cut, mode="clip"), quantization.dtype)
+    return blocks.merge(codes, x.shape, [whole]), jnp.squeeze(_scale_inv(amax, scale), inside)
 
 
 def _e8m0(x: Array) -> Array:

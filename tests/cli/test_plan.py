@@ -141,9 +141,7 @@ def test_the_bound_of_documents_holds_for_every_window_and_is_left_out_where_a_m
         ("--devices 6 --batch 6",
          "replicas 3, fsdp 2, tp 1 (fsdp 6 does not fit: hidden_size is 128, which 1 · 6 does not divide)"),
         ("--devices 6 --batch 6 --preset small", "replicas 1, fsdp 6, tp 1"),
-        ("--devices 8 --preset small --recipe block",
-         "replicas 4, fsdp 2, tp 1 (fsdp 8 does not fit: query has shape (768, 768), and no dimension has parts that "
-         "are whole blocks of 128)"),
+        ("--devices 8 --preset small --recipe block", "replicas 1, fsdp 8, tp 1"),
     ],
 )  # fmt: skip
 def test_as_many_devices_as_fit_share_the_parameters(words, expected):

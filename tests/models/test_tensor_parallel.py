@@ -372,15 +372,19 @@ def test_devices_of_fsdp_and_tensor_have_parts_of_parts():
     assert layer["attention_norm"] == P()
 
 
-def test_seventy_billion_parameters_fit_64_devices_and_not_128():
+def test_devices_that_share_seventy_billion_parameters():
     config = dataclasses.replace(
         PRESETS["8b"], recipe=BlockScaling(), hidden_size=8192, num_heads=64, mlp_size=28672, num_layers=80
     )
     layer = param_specs(config, TensorParallel(1, fsdp=FSDP(64)))["layers"][0]
     assert layer["gate"] == P("fsdp", "tensor")
     assert layer["down"] == P("tensor", "fsdp")  # 28672 / 64 rows would cut blocks
-    with pytest.raises(ValueError, match=r"fsdp.size is 128: \w+ has shape .* whole blocks of 128; .*64.*replica_axis"):
-        param_specs(config, TensorParallel(1, fsdp=FSDP(128)))
+    parallel = TensorParallel(1, fsdp=FSDP(128))  # 8192 / 128 rows cut blocks, 28672 / 128 do, too
+    assert param_specs(config, parallel)["layers"][0]["gate"] == P("fsdp", "tensor")
+    left = requantize(config, parallel=parallel)["layers"][0]
+    assert all(left[name] is None for name in ("gate", "query"))  # devices quantize these in the layer
+    with pytest.raises(ValueError, match=r"fsdp.size is 96: hidden_size is 8192, .*fit this decoder: .*64"):
+        param_specs(config, TensorParallel(1, fsdp=FSDP(96)))
 
 
 def test_what_travels_of_parameters_that_devices_share(mesh_of):

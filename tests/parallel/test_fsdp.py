@@ -16,6 +16,7 @@ from te_jax import layers, ops, optim
 from te_jax._core.jaxprs import inner
 from te_jax.layers import apply_layers
 from te_jax.offload import Offload
+from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.optim import Requantize
 from te_jax.parallel import FSDP, gather_params, shard_specs
 from te_jax.parallel import fsdp as fsdp_module
@@ -390,6 +391,44 @@ def test_kernels_that_are_no_matrices(kind, mesh, rng):
     for found in (of_first[1], sums):
         for leaf, spec in zip(jax.tree.leaves(found), jax.tree.leaves(specs), strict=True):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+
+def test_parts_that_cut_blocks(require_devices, rng):
+    """Scales are those of whole blocks, and codes those of the whole kernel, bit for bit."""
+    require_devices(8)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",), axis_types=(AxisType.Auto,))
+    shapes = {"rows": (384, 192), "cols": (131, 512), "heads": (192, 2, 96), "experts": (3, 192, 128)}
+    kernels = {
+        name: np.asarray(rng.standard_normal(shape) * np.exp(2 * rng.standard_normal(shape)), np.float32)
+        for name, shape in shapes.items()
+    }
+    hows = dict.fromkeys(kernels, BLOCK) | {"experts": dataclasses.replace(BLOCK, stacked_ndim=1)}
+    hows["heads"] = dataclasses.replace(BLOCK, row_ndim=2)
+    fsdp = of(size=8, quantize=hows)
+    specs = shard_specs(kernels, fsdp)
+    assert specs == {"rows": P("fsdp"), "cols": P(None, "fsdp"), "heads": P("fsdp"), "experts": P(None, "fsdp")}
+
+    def gathered(kernels, x):
+        (layer,), shards = fsdp_module.prepare(dataclasses.replace(fsdp, specs=specs), [kernels], x)
+        return jax.tree.map(lambda leaf: leaf[None], shards.gather(0, layer))
+
+    inside = jax.shard_map(gathered, mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=P("fsdp"))
+    found = jax.jit(inside)(place(mesh, kernels, specs), jnp.ones(8))
+    for name, kernel in kernels.items():
+        how = hows[name]
+        wanted = quantize_kernel(kernel, how.recipe, row_ndim=how.row_ndim, stacked_ndim=how.stacked_ndim)
+        for each in ("data", "scale_inv", "transposed", "transposed_scale_inv"):
+            one, other = (np.asarray(getattr(array, each)).astype(np.float32) for array in (found[name], wanted))
+            np.testing.assert_array_equal(one, np.broadcast_to(other, one.shape), err_msg=f"{name} {each}")
+
+
+def test_gradients_of_parts_that_cut_blocks(require_devices, rng):
+    require_devices(8)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",), axis_types=(AxisType.Auto,))
+    params, x = draw(rng)
+    x = {name: np.concatenate([array, array]) for name, array in x.items()}
+    found = on_mesh(mesh, params, x, of(size=8), layer, remat=True)
+    assert_same(found, whole_gradient(layer)(params, x["h"], x["mask"]), 1e-2)
 
 
 @pytest.mark.parametrize("remat", [None, True])

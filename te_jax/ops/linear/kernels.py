@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import Array
@@ -12,10 +13,10 @@ from te_jax._core import observe
 from te_jax._core.arguments import is_whole_number
 from te_jax.ops.linear.arguments import whole_blocks
 from te_jax.ops.linear.observed import observed
-from te_jax.ops.quantize import quantize
+from te_jax.ops.quantize import quantize, quantize_shared_blocks
 from te_jax.quantized import QuantizedArray, facts_of_recipe
 from te_jax.recipe import Recipe
-from te_jax.reference.quantize import GroupAxes
+from te_jax.reference.quantize import GroupAxes, SharedBlocks
 from te_jax.sharding import regrouped
 
 
@@ -59,6 +60,7 @@ def quantize_kernel(
     stacked_ndim: int = 0,
     amax: Array | None = None,
     amax_axis: GroupAxes | None = None,
+    shared_blocks: SharedBlocks | None = None,
     straight_through: bool = False,
     implementation: native.Implementation | None = None,
 ) -> QuantizedArray:
@@ -68,6 +70,7 @@ def quantize_kernel(
 
     Args:
       amax: float32 [*stacked], the largest magnitudes where scaling is by tensor; None to find them.
+      shared_blocks: those that this device's part of a kernel cuts; its scales are then those of the whole kernel.
       amax_axis, straight_through, implementation: see `te_jax.ops.quantize`.
     """
     stacked, rows, cols = (
@@ -81,15 +84,12 @@ def quantize_kernel(
 
     def quantized(kernel: Array, amax: Array | None) -> QuantizedArray:
         quantization = recipe.quantization("kernel")
-        array = quantize(
-            kernel,
-            quantization,
-            row_ndim=len(after[0]),
-            amax=amax,
-            amax_axis=amax_axis,
-            straight_through=straight_through,
-            implementation=implementation,
-        )
+        options: Any = {"row_ndim": len(after[0]), "straight_through": straight_through}
+        if shared_blocks is not None:
+            array = quantize_shared_blocks(kernel, quantization, shared_blocks, **options)
+        else:
+            options |= {"amax": amax, "amax_axis": amax_axis, "implementation": implementation}
+            array = quantize(kernel, quantization, **options)
         with observe.layer("te_jax.ops.quantize", links, "data"):  # of layers whose kernels are [in, out]
             return observed("kernel", kernel, array)
 
