@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -103,7 +104,8 @@ def ring_attention(
       key, value: [B, T, K, H] and [B, T, K, V] of the same tokens.
       axis_name: the mesh axis of the D devices.
       causal: a token sees itself and those before it.
-      window: a token sees itself and the window - 1 tokens before it. Needs causal=True. All keys travel nevertheless.
+      window: a token sees itself and the window - 1 tokens before it. Needs causal=True. Keys of devices that none sees
+        do not travel: with a window of at most T / 2 + 1 they take two steps, instead of one for each other device.
       segment_ids: integers [B, T] of this device's tokens: a query sees keys with its own number.
       max_segments_per_seq: each run of equal segment_ids in a whole sequence is a segment of its own, and a sequence
         has at most so many; one with more gives NaN. If not causal, device i has the i-th T tokens.
@@ -229,9 +231,11 @@ class _Ring:
     max_score_bytes: int
     implementation: AttentionImplementation | None
 
-    def next(self, tree: PyTree) -> PyTree:
-        """Arrays of the device before."""
-        order = [(device, (device + 1) % self.size) for device in range(self.size)]
+    def from_before(self, tree: PyTree, steps: int) -> PyTree:
+        """Arrays of the device so many steps before."""
+        if steps % self.size == 0:
+            return tree
+        order = [(device, (device + steps) % self.size) for device in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, order), tree)
 
     def settings(self, *, causal: bool) -> Settings:
@@ -239,12 +243,25 @@ class _Ring:
         return Settings(masks, self.implementation, self.max_score_bytes, part=True)
 
     def blocks(self, operands: dict[str, Array]) -> list[_Block]:
-        """Block of this device's own keys, and those of the steps after it."""
-        here = lax.axis_index(self.axis)
-        kinds = [_Own, *[_Half if self.causal else _Block] * (self.size - 1)]
-        return [
-            kind(self, operands["query"], operands.get("segment_ids"), step, here) for step, kind in enumerate(kinds)
-        ]
+        """Block of this device's own keys, and those of later steps whose keys a device sees."""
+        here, query = lax.axis_index(self.axis), operands["query"]
+        other = _Half if self.causal else _Block
+        steps = [step for step in range(1, self.size) if self._sees(step, query.shape[1] // 2)]
+        kinds = [(0, _Own), *((step, other) for step in steps)]
+        return [kind(self, query, operands.get("segment_ids"), step, here) for step, kind in kinds]
+
+    def _sees(self, step: int, chunk: int) -> bool:
+        """Whether any device sees keys of the one so many steps before, by the window."""
+        if self.window is None:
+            return True
+        last = 2 * self.size - 1
+        distances = (
+            of_query - of_keys
+            for here in range(self.size)
+            for of_query, there in itertools.product((here, last - here), [(here - step) % self.size])
+            for of_keys in (there, last - there)
+        )
+        return any(distance > 0 and (distance - 1) * chunk + 1 < self.window for distance in distances)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -435,11 +452,11 @@ def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, tuple[dict
     keys = _Keys.of(operands)
     blocks = ring.blocks(operands)
     joined: tuple[Array, Array] | None = None
-    for block in blocks:
+    for block, after in itertools.zip_longest(blocks, blocks[1:]):
         of_block = block.forward(keys)
-        if block is not blocks[-1]:
+        if after is not None:
             # The barrier: XLA takes calls for short, and would let nothing be under way beside them.
-            keys, of_block = sharding.together(ring.next(keys), of_block)
+            keys, of_block = sharding.together(ring.from_before(keys, after.step - block.step), of_block)
         joined = of_block if joined is None else _joined(*joined, *of_block)
     assert joined is not None
     out, lse = joined[0].astype(operands["query"].dtype), joined[1]
@@ -453,14 +470,16 @@ def _backward(ring: _Ring, residuals: tuple[dict[str, Array], Array, Array], dou
     blocks = ring.blocks(operands)
     # Gradients follow the keys that they are of, a step behind, and are at home after the last step.
     of_query = of_keys = None
-    for block in blocks:
+    last = 0  # the step of the keys whose gradients are under way
+    for block, after in itertools.zip_longest(blocks, blocks[1:]):
         of_block = block.backward(keys, out, lse, dout)
-        under_way = (ring.next(keys) if block is not blocks[-1] else None), ring.next(of_keys)
-        (keys, of_keys), of_block = sharding.together(under_way, of_block)
+        keys = None if after is None else ring.from_before(keys, after.step - block.step)
+        of_keys, last = ring.from_before(of_keys, block.step - last), block.step
+        (keys, of_keys), of_block = sharding.together((keys, of_keys), of_block)
         of_query = of_block.query if of_query is None else of_query + of_block.query
         of_keys = of_block.pair if of_keys is None else of_keys + of_block.pair
     assert of_query is not None
-    of_pair = jnp.split(ring.next(of_keys), [of_query.shape[3]], 3)
+    of_pair = jnp.split(ring.from_before(of_keys, ring.size - last), [of_query.shape[3]], 3)
     sums = dict(zip(("query", "key", "value"), (of_query, *of_pair), strict=True))
     gradients = {name: x.astype(operands[name].dtype) for name, x in sums.items()}
     return ({**dict.fromkeys(operands), **gradients},)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from parameters import in_turns
 
 from te_jax import checkpoint_policies, ops
+from te_jax._core.jaxprs import inner
 from te_jax.parallel import context_order, ring_attention
 from te_jax.testing import assert_close
 
@@ -48,6 +49,13 @@ def split(mesh, query, key, value, dout, ids, *, spec=SPEC, check_vma=True, **op
     return [np.asarray(x)[:, np.argsort(order)] for x in run(*there)]
 
 
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for part in inner(eqn):
+            yield from equations(part)
+
+
 def assert_same(found, expected, tolerance=1e-5):
     for one, other in zip(found, expected, strict=True):
         assert_close(np.asarray(one), np.asarray(other), tolerance=tolerance)
@@ -63,6 +71,7 @@ def mesh(request, require_devices):
 OPTIONS = {
     "causal": {"causal": True},
     "window": {"causal": True, "window": 5},
+    "of one token": {"causal": True, "window": 1},
     "wide window": {"causal": True, "window": 19, "scale": 0.1},
     "all": {"causal": False},
 }
@@ -78,6 +87,27 @@ def test_values_and_gradients_are_those_of_one_device(options, segments, mesh, r
     # Segments have any lengths, and one begins again.
     ids = np.int32(np.sort(rng.integers(0, 4, (B, T)), axis=1) % 3) if segments else None
     assert_same(split(mesh, *operands, ids, **options), whole(*operands, ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("window", "steps"), [(1, []), (2, [1, 7]), (65, [1, 7]), (66, [1, 2, 6, 7]), (None, range(1, 8))]
+)
+def test_keys_that_no_device_sees_do_not_travel(window, steps, require_devices):
+    """With 8 devices, that have two chunks of 64 tokens each."""
+    require_devices(8)
+    mesh = jax.make_mesh((8,), ("context",), (AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+    def attend(x):
+        return ring_attention(x, x, x, axis_name="context", window=window)
+
+    x = jax.ShapeDtypeStruct((1, 8 * 128, 1, 8), jnp.float32)
+    shifts = [
+        (eqn.params["perm"][0][1] - eqn.params["perm"][0][0]) % 8
+        for eqn in equations(jax.make_jaxpr(attend)(x).jaxpr)
+        if eqn.primitive.name == "ppermute"
+    ]
+    assert list(np.cumsum(shifts)) == list(steps)
 
 
 BFLOAT16 = {name: OPTIONS[name] for name in ("window", "all")}
