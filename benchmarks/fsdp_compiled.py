@@ -175,8 +175,8 @@ class Program:
         """For the terminal."""
         temporaries, arguments, peak = (f"{n / 2**30:.2f}" for n in (self.temporaries, self.arguments, self.peak))
         lines = [
-            f"{self.name}: temporaries {temporaries}, arguments {arguments}, peak {peak} GiB; {self.launches} launches; "
-            f"traced in {self.traced:.0f} s, compiled in {self.compiled:.0f} s"
+            f"{self.name}: temporaries {temporaries}, arguments {arguments}, peak {peak} GiB; "
+            f"{self.launches} launches; traced in {self.traced:.0f} s, compiled in {self.compiled:.0f} s"
         ]
         for each in self.collectives:
             calls = f"{each.asynchronous:4} asynchronous {each.synchronous:4} synchronous"
