@@ -14,8 +14,8 @@ all devices share one sequence (`te_jax.parallel.ring_attention`): plain JAX gat
   `apply_layers(fsdp=…)`, and one of te_jax's blocks with a `tensor_axis` of two devices.
 - te_jax, te_jax_block, te_jax_block_fp8_head: those of `benchmarks.step` with `te_jax.parallel.FSDP`. And of the last
   …_overlap: XLA lets two collectives be under way at a time; …_keep: gathered kernels are kept for the backward pass;
-  …_jit: sharded by `jit` and NamedSharding alone; …_tensor: each two devices share layers; …_replicas: each half of at
-  least four devices has all parameters (HSDP).
+  …_jit: sharded by `jit` and NamedSharding alone; …_tensor: each two devices share layers; …_replicas: two groups
+  of at least two devices, or groups of eight, have all parameters each (HSDP).
 
 Times by kind tell NCCL's kernels beside others from those alone, which nothing hides.
 
@@ -239,7 +239,7 @@ def made_on(name: str, case: shapes.StepShape, depth: int, devices: Sequence[Any
     least = {"tensor": 2, "replicas": 4}.get(layout, 1)
     if len(devices) % least:
         raise ValueError(f"it needs a multiple of {least} devices, and there are {len(devices)}")
-    shape = (2 if layout == "replicas" else 1, -1, 2 if layout == "tensor" else 1)
+    shape = (max(2, len(devices) // 8) if layout == "replicas" else 1, -1, 2 if layout == "tensor" else 1)
     mesh = Mesh(np.array(devices).reshape(shape), (REPLICA, AXIS, TENSOR), axis_types=(AxisType.Auto,) * 3)
     if name in _OF_USERS:
         on = SharedModel(mesh)
