@@ -534,18 +534,21 @@ def _build_share(name: str, operands: Operands) -> Candidate:
         permutation = permutation._replace(choices=permutation.choices[:used])
 
     def share(x: jax.Array, weights: jax.Array, kernels: Any, permutation: ops.Permutation) -> jax.Array:
-        run = functools.partial(
-            experts_mlp, group_sizes=permutation.group_sizes, kernel=kernels, activation=ops.Activation("silu"),
-            recipe=_RECIPE, wgrad_accumulator=(None,) * 3, accumulate=False, implementation="native",
-        )  # fmt: skip
+        def run(x: jax.Array, weights: jax.Array, permutation: ops.Permutation | None) -> jax.Array:
+            return experts_mlp(
+                x, weights, sizes, permutation, kernels, activation=ops.Activation("silu"),
+                recipe=_RECIPE, wgrad_accumulator=(None,) * 3, accumulate=False, implementation="native",
+            )  # fmt: skip
+
+        sizes = permutation.group_sizes
         if not name.endswith("_rows"):
-            return run(x, weights, permutation=permutation)
+            return run(x, weights, permutation)
         rows, of_rows = ops.permute(x, permutation), ops.permute_weights(weights, permutation)
-        return ops.unpermute(run(rows, of_rows, permutation=None), permutation)
+        return ops.unpermute(run(rows, of_rows, None), permutation)
 
     @jax.jit
     def step(x: jax.Array, weights: jax.Array, kernels: Any, dy: jax.Array, permutation: ops.Permutation) -> Any:
-        y, vjp = jax.vjp(lambda *given: share(*given, permutation), x, weights, kernels)
+        y, vjp = jax.vjp(lambda x, weights, kernels: share(x, weights, kernels, permutation), x, weights, kernels)
         return y, vjp(dy)
 
     arguments = operands["x"], operands["weights"], operands["kernels"], operands["dy"], permutation

@@ -381,24 +381,28 @@ class Shards:
             straight_through=through,
         )
 
-    def _sums(self, dim: int | None, leaf: Any, gradient: Any) -> Operand | None:
-        if dim is None or gradient is None:
+    def _sums(self, dim: int | None, leaf: Parameter, gradient: PyTree) -> Operand | None:
+        of_parameter, gradient = _through(leaf), None if gradient is None else _through(gradient)
+        if dim is None or of_parameter is None or gradient is None:
             return None
-        if isinstance(leaf, QuantizedArray):
-            leaf, gradient = leaf.straight_through, gradient.straight_through
-        if gradient is None:
-            return None
-        return Operand(gradient.astype(self.fsdp.reduce_dtype if _is_kernel(leaf) else jnp.float32), dim, gathers=False)
+        dtype = self.fsdp.reduce_dtype if _is_kernel(of_parameter) else jnp.float32
+        return Operand(gradient.astype(dtype), dim, gathers=False)
 
-    def _scattered(self, dim: int | None, leaf: Any, gradient: Any, total: Array | None) -> PyTree:
+    def _scattered(self, dim: int | None, leaf: Parameter, gradient: PyTree, total: Array | None) -> PyTree:
         if dim is None or gradient is None:
             return gradient
+        of_parameter = _through(leaf)
+        part = None if total is None or of_parameter is None else total.astype(of_parameter.dtype)
         if not isinstance(leaf, QuantizedArray):
-            assert total is not None
-            return total.astype(leaf.dtype)
-        through = None if total is None else total.astype(leaf.straight_through.dtype)
+            return part
         none = dict.fromkeys(("data", "scale_inv", "transposed", "transposed_scale_inv"))
-        return dataclasses.replace(gradient, **none, straight_through=through)
+        return dataclasses.replace(gradient, **none, straight_through=part)
+
+
+def _through(leaf: Parameter) -> Array | None:
+    """What the gradient of a parameter goes through."""
+    assert not isinstance(leaf, DelayedScalingState)
+    return leaf.straight_through if isinstance(leaf, QuantizedArray) else leaf
 
 
 @dataclasses.dataclass(frozen=True)

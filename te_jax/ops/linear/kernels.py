@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax import Array
@@ -84,12 +83,20 @@ def quantize_kernel(
 
     def quantized(kernel: Array, amax: Array | None) -> QuantizedArray:
         quantization = recipe.quantization("kernel")
-        options: Any = {"row_ndim": len(after[0]), "straight_through": straight_through}
         if shared_blocks is not None:
-            array = quantize_shared_blocks(kernel, quantization, shared_blocks, **options)
+            array = quantize_shared_blocks(
+                kernel, quantization, shared_blocks, row_ndim=len(after[0]), straight_through=straight_through
+            )
         else:
-            options |= {"amax": amax, "amax_axis": amax_axis, "implementation": implementation}
-            array = quantize(kernel, quantization, **options)
+            array = quantize(
+                kernel,
+                quantization,
+                row_ndim=len(after[0]),
+                amax=amax,
+                amax_axis=amax_axis,
+                straight_through=straight_through,
+                implementation=implementation,
+            )
         with observe.layer("te_jax.ops.quantize", links, "data"):  # of layers whose kernels are [in, out]
             return observed("kernel", kernel, array)
 
