@@ -382,8 +382,10 @@ class Shards:
         )
 
     def _sums(self, dim: int | None, leaf: Parameter, gradient: PyTree) -> Operand | None:
-        of_parameter, gradient = _through(leaf), None if gradient is None else _through(gradient)
-        if dim is None or of_parameter is None or gradient is None:
+        if dim is None or gradient is None:
+            return None
+        of_parameter, gradient = _through(leaf), _through(gradient)
+        if of_parameter is None or gradient is None:
             return None
         dtype = self.fsdp.reduce_dtype if _is_kernel(of_parameter) else jnp.float32
         return Operand(gradient.astype(dtype), dim, gathers=False)
@@ -400,7 +402,7 @@ class Shards:
 
 
 def _through(leaf: Parameter) -> Array | None:
-    """What the gradient of a parameter goes through."""
+    """What the gradient of a parameter that devices share goes through."""
     assert not isinstance(leaf, DelayedScalingState)
     return leaf.straight_through if isinstance(leaf, QuantizedArray) else leaf
 
