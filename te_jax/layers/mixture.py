@@ -193,6 +193,7 @@ def moe(
     expert_bias: jax.typing.ArrayLike | None = None,
     bias: tuple[jax.typing.ArrayLike | None, ...] = (None, None, None),
     shared: Kernels | None = None,
+    shared_router: jax.typing.ArrayLike | None = None,
     activation: Activation | ActivationName = "silu",
     expert_parallel: ExpertParallel | AxisName | None = None,
     wgrad_accumulator: tuple[jax.typing.ArrayLike | None, ...] = (None, None, None),
@@ -228,12 +229,14 @@ def moe(
       expert_bias: [experts], see `te_jax.ops.update_expert_bias`.
       bias: ([experts, hidden], [experts, hidden], [experts, out]), each of which may be None.
       shared: (gate, up, down) of the shared experts as one MLP, [in, hidden], [in, hidden] and [hidden, out], or None.
+      shared_router: [in, 1], any float dtype: the result of the shared experts is multiplied by
+        sigmoid(x · shared_router), in float32, as in Qwen 2. None leaves it.
       activation: that of the MLPs; SwiGLU by default.
       expert_parallel: the devices that divide the experts, as an `ExpertParallel` or the name of their mesh axis. Then
         kernel, bias and wgrad_accumulator are this device's parts, [experts / devices, …]; all else is whole on every
         device.
       wgrad_accumulator, accumulate: for the kernels of the experts, as in `te_jax.ops.grouped_dense`.
-      recipe: of the experts' and the shared experts' GEMMs. The router is never quantized.
+      recipe: of the experts' and the shared experts' GEMMs. The routers are never quantized.
       implementation: see `te_jax.ops.grouped_dense`.
 
     Returns:
@@ -249,6 +252,10 @@ def moe(
     x = jnp.asarray(x)
     if not isinstance(kernel, tuple | list) or len(kernel) != 3:
         raise ValueError("kernel must be a tuple of three, (gate, up, down)")
+    if shared_router is not None and (shared is None or jnp.shape(shared_router) != (x.shape[-1], 1)):
+        raise ValueError(
+            f"shared_router has shape {jnp.shape(shared_router)}; it must be ({x.shape[-1]}, 1), with shared"
+        )
     if isinstance(recipe, DelayedScaling):
         raise ValueError(
             "recipe is DelayedScaling, and experts have no scaling state; use BlockScaling or CurrentScaling"
@@ -280,8 +287,17 @@ def moe(
         total = jax.checkpoint(functools.partial(_bias, weighted=router.weighted))(routing.weights, plan, bias[2])
         y = (y.astype(jnp.float32) + total).astype(y.dtype)
     if shared is not None:
-        y = y + ops.gated_mlp(x, shared, activation=activation, recipe=recipe, implementation=implementation)
+        of_shared = ops.gated_mlp(x, shared, activation=activation, recipe=recipe, implementation=implementation)
+        y = y + weighted(of_shared, x, shared_router)
     return MoEResult(y, logits, routing, plan.dropped)
+
+
+def weighted(y: Array, x: Array, kernel: jax.typing.ArrayLike | None) -> Array:
+    """What shared experts compute of x, y [*tokens, out], times sigmoid(x · kernel), in float32; None leaves it."""
+    if kernel is None:
+        return y
+    weights = jax.nn.sigmoid(router_logits(x, jnp.asarray(kernel).astype(jnp.float32)))
+    return (y.astype(jnp.float32) * weights).astype(y.dtype)
 
 
 def moe_of_layers(

@@ -248,9 +248,10 @@ class Block:
             auxiliary += experts.z_weight * ops.router_z_loss(result.logits, token_axis=token_axes)
         counts = ops.expert_counts(chosen, experts.num_experts, token_axis=token_axes).astype(jnp.float32)
         y = result.y
-        if experts.shared:
+        if experts.shared or experts.weighted_shared:
             gate, up, down = (self._layer(f"shared_{name}") for name in MLP)
-            y += gated_mlp(x, gate, up, down, Activation.of(config.activation), **self._arithmetic)
+            of_shared = gated_mlp(x, gate, up, down, Activation.of(config.activation), **self._arithmetic)
+            y += mixture.weighted(of_shared, x, self.params.get("shared_router"))
         return y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
 
 

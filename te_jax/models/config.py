@@ -42,6 +42,8 @@ class Experts:
         the weights. Its gradient is 0: `te_jax.ops.update_expert_bias` has its updates.
       shared: experts that every token meets besides, as one MLP of this many times their width: `shared_gate`,
         `shared_up` and `shared_down`.
+      weighted_shared: width of such an MLP whose result is multiplied by sigmoid(x · `shared_router`), a kernel
+        [hidden_size, 1], as in Qwen 2; in the place of `shared`.
       dense_layers, dense_size: so many blocks, the first ones, have one MLP of this width in the place of experts.
       balance_weight: factor of each block's `te_jax.ops.load_balancing_loss` in `te_jax.models.loss`.
       z_weight: factor of each block's `te_jax.ops.router_z_loss` there.
@@ -59,6 +61,7 @@ class Experts:
     shared: int = 0
     dense_layers: int = 0
     dense_size: int | None = None
+    weighted_shared: int | None = None
 
     def __post_init__(self):
         if not isinstance(self.router, Router):
@@ -82,6 +85,11 @@ class Experts:
                 f"dense_size is {size!r} and dense_layers {self.dense_layers}: give the width of the MLP of blocks "
                 "without experts, at least 1, where there are any"
             )
+        if (wide := self.weighted_shared) is not None and (not is_whole_number(wide) or wide < 1 or self.shared):
+            raise ValueError(
+                f"weighted_shared is {wide!r} and shared {self.shared}: give a width of at least 1, or shared"
+            )
+        object.__setattr__(self, "weighted_shared", None if wide is None else int(wide))
         for name in ("balance_weight", "z_weight"):
             value = getattr(self, name)
             if not is_finite_number(value) or value < 0:
@@ -510,8 +518,8 @@ class DecoderConfig:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The names of a block's kernels that a recipe quantizes: all but a router's."""
-        return tuple(name for name in self.kernel_shapes if name != "router")
+        """The names of a block's kernels that a recipe quantizes: all but those of routers."""
+        return tuple(name for name in self.kernel_shapes if name not in ("router", "shared_router"))
 
     @property
     def _attention_shapes(self) -> dict[str, tuple[int, int]]:
@@ -533,7 +541,7 @@ class DecoderConfig:
         """Shapes of a block's kernels, as `init` makes them; of one with experts, where others have none."""
         d, experts = self.hidden_size, self.experts
         stacked = () if experts is None else (experts.num_experts,)
-        wide = 0 if experts is None else experts.shared * self.mlp_size
+        wide = 0 if experts is None else experts.weighted_shared or experts.shared * self.mlp_size
         return {
             **self._attention_shapes,
             "gate": (*stacked, d, self.mlp_size),
@@ -541,6 +549,7 @@ class DecoderConfig:
             "down": (*stacked, self.mlp_size, d),
             **({} if experts is None else {"router": (d, experts.num_experts)}),
             **({"shared_gate": (d, wide), "shared_up": (d, wide), "shared_down": (wide, d)} if wide else {}),
+            **({"shared_router": (d, 1)} if experts is not None and experts.weighted_shared else {}),
         }
 
     @property

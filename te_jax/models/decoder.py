@@ -178,10 +178,10 @@ def requantize(
     how = Requantize(recipe, implementation=implementation)
 
     def of_block(block: DecoderConfig) -> dict[str, Requantize | None]:
-        layer = {**dict.fromkeys(block.other_shapes), **dict.fromkeys(block.projections, how)}
+        layer = {**dict.fromkeys((*block.other_shapes, *block.kernel_shapes)), **dict.fromkeys(block.projections, how)}
         if block.experts is not None:
             of_experts = dataclasses.replace(how, stacked_ndim=1)
-            layer |= {"router": None, **dict.fromkeys(MLP, of_experts)}
+            layer |= dict.fromkeys(MLP, of_experts)
         if parallel is not None:
             layer |= dict.fromkeys(tensor_parallel.quantized_in_layers(block, parallel))
         return layer

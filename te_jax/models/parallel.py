@@ -137,8 +137,9 @@ class TensorParallel:
                 "use 1, and fsdp"
             )
         experts = config.experts
-        if self.size > 1 and (config.latent is not None or (experts and (experts.shared or experts.dense_layers))):
-            name = "experts.shared or dense_layers" if config.latent is None else "latent"
+        whole = experts and (experts.shared or experts.weighted_shared or experts.dense_layers)
+        if self.size > 1 and (config.latent is not None or whole):
+            name = "experts.shared, weighted_shared or dense_layers" if config.latent is None else "latent"
             raise ValueError(
                 f"parallel.size is {self.size}: the kernels of config.{name} are not split; use 1, and fsdp"
             )
@@ -204,7 +205,7 @@ def _block_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, P
     kv = everywhere if config.num_kv_heads % parallel.size else columns
     of_kernels = {"key": kv, "value": kv, "out": rows, "down": rows, "shared_down": rows}
     layer = {
-        **dict.fromkeys(config.other_shapes, everywhere),
+        **dict.fromkeys((*config.other_shapes, *config.kernel_shapes), everywhere),
         **{name: of_kernels.get(name, columns) for name in config.projections},
     }
     # A device has the biases of its columns, and the sinks of its heads of query.
@@ -213,7 +214,7 @@ def _block_specs(config: DecoderConfig, parallel: TensorParallel) -> dict[str, P
         layer["sinks"] = rows
     if config.experts is not None:
         of_experts = PartitionSpec(parallel.expert_axes or None)
-        layer |= {"router": everywhere, **dict.fromkeys(MLP, of_experts)}
+        layer |= dict.fromkeys(MLP, of_experts)
         if config.experts.biases:
             layer |= dict.fromkeys((f"{name}_bias" for name in MLP), of_experts)
     if (fsdp := parallel.fsdp) is not None:
@@ -243,12 +244,12 @@ def _gathered_kernels(
 ) -> Iterator[tuple[str, list[tuple[str, ...]], tuple[int, bool] | None]]:
     """The kernels of a block that `fsdp` gathers: names, axes that split each dimension, and `split_dimension`.
 
-    Not small kernels, the router, and experts that the axis splits, of which each device has its own.
+    Not small kernels, routers, and experts that the axis splits, of which each device has its own.
     """
-    for name, shape in config.kernel_shapes.items():
+    for name, shape in ((name, config.kernel_shapes[name]) for name in config.projections):
         spec, stacked = layer[name], len(shape) - 2
         entries = [axes_of_entry(entry) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
-        if math.prod(shape) < fsdp.min_size or name == "router" or fsdp.axis_name in itertools.chain(*entries):
+        if math.prod(shape) < fsdp.min_size or fsdp.axis_name in itertools.chain(*entries):
             continue
         sizes = zip(shape, entries, strict=True)
         parts = [count // parallel.size if parallel.axis_name in axes else count for count, axes in sizes]

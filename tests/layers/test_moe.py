@@ -31,6 +31,7 @@ MODELS = {
         {},
         ("expert_bias", "shared"),
     ),
+    "qwen2": (Router(4, normalize=False), {}, ("shared", "shared_router")),
     "llama4": (Router(1, score="sigmoid", normalize=False, weighted="inputs"), {}, ("shared",)),
     "gpt_oss": (Router(4), {"activation": GPT_OSS}, ("router_bias", "bias")),
 }
@@ -52,6 +53,7 @@ def draw(rng, extra=(), dtype="float32", tokens=TOKENS):
         "expert_bias": normal(EXPERTS, scale=0.1, dtype="float32"),
         "bias": (normal(EXPERTS, HIDDEN), normal(EXPERTS, HIDDEN), normal(EXPERTS, OUT)),
         "shared": kernels(),
+        "shared_router": normal(IN, 1, scale=IN**-0.5),
     }
     return {name: operands[name] for name in ("x", "router_kernel", "kernel", *extra)}
 
@@ -70,7 +72,7 @@ def mlp(x, kernels, biases, activation):
 
 
 def all_experts(routing, x, router_kernel, kernel, router, *, router_bias=0.0, bias=None, shared=None,
-                activation=Activation("silu"), expert_bias=None):  # fmt: skip
+                shared_router=None, activation=Activation("silu"), expert_bias=None):  # fmt: skip
     """y with the given choice of experts, whose weights are computed from the logits once more."""
     del expert_bias
     logits = x @ router_kernel + router_bias
@@ -86,7 +88,10 @@ def all_experts(routing, x, router_kernel, kernel, router, *, router_bias=0.0, b
     else:
         y = weight * mlp(x[None], kernel, bias or zeros, activation)
     y = y.sum(axis=0)
-    return y if shared is None else y + mlp(x[None], [k[None] for k in shared], zeros, activation)[0]
+    if shared is None:
+        return y
+    of_shared = mlp(x[None], [k[None] for k in shared], zeros, activation)[0]
+    return y + (of_shared if shared_router is None else jax.nn.sigmoid(x @ shared_router) * of_shared)
 
 
 def step_of(function, cotangent, **static):
@@ -103,7 +108,7 @@ def step_of(function, cotangent, **static):
 
 def expected(operands, cotangent, routing, **static):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        wide = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf).astype(np.float64)), operands)
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), operands)
         routing = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), routing)
         found = step_of(all_experts, jnp.asarray(np.asarray(cotangent, np.float64)), **static)(wide, routing)
         return jax.tree.map(np.asarray, found)
@@ -398,6 +403,11 @@ def test_refusals(rng):
         Router(2, weighted="outputs")
     with pytest.raises(ValueError, match=r"kernel must be a tuple of three, \(gate, up, down\)"):
         jax.eval_shape(lambda: moe(operands["x"], operands["router_kernel"], operands["kernel"][:2], Router(2)))
+    for more in ({}, {"shared": operands["kernel"], "shared_router": jnp.ones((IN,))}):
+        with pytest.raises(ValueError, match=r"shared_router has shape .*; it must be \(32, 1\), with shared"):
+            jax.eval_shape(
+                lambda more=more: moe(**operands, router=Router(2), **{"shared_router": np.ones((IN, 1))} | more)
+            )
     with pytest.raises(ValueError, match=r"router is 2; it must be a te_jax\.layers\.Router, such as"):
         jax.eval_shape(lambda: moe(**operands, router=2))
     with pytest.raises(ValueError, match="num_experts is 6; it must be a multiple of the 4 devices"):

@@ -118,6 +118,7 @@ def test_sizes_and_names():
         ({"latent": functools.partial(Latent, 8, 2, 0)}, "latent.value_dim is 0: it needs to be a whole number"),
         ({"latent": functools.partial(Latent, 8, 2, 8, norm_eps=0)}, "latent.norm_eps is 0: it needs"),
         ({"experts": {"shared": -1}}, "shared is -1: it needs to be a whole number of at least 0"),
+        ({"experts": {"shared": 1, "weighted_shared": 8}}, "weighted_shared is 8 and shared 1: give a width of at"),
         ({"experts": {"dense_layers": 1}}, "dense_size is None and dense_layers 1: give the width"),
         ({"experts": {"dense_size": 8}}, "dense_size is 8 and dense_layers 0: give the width"),
         ({"experts": {"dense_layers": 1, "dense_size": 8}}, "dense_layers is 1, and num_layers is 1: leave a block"),

@@ -109,7 +109,9 @@ def assert_same(found, expected, tolerance):
 SHARED = FSDP(2, reduce_dtype="float32", min_size=0)
 CONTEXT = {"context_axis": "context", "batch_axes": ("context",)}
 EXPERTS = Experts(num_experts=4, router=layers.Router(top_k=2), balance_weight=0.1, z_weight=0.01, biases=True)
-OF_DEEPSEEK = dataclasses.replace(EXPERTS, biases=False, choice_bias=True, shared=1, dense_layers=1, dense_size=48)
+OF_DEEPSEEK = dataclasses.replace(
+    EXPERTS, biases=False, choice_bias=True, weighted_shared=24, dense_layers=1, dense_size=48
+)
 LATENT = Latent(rank=8, rope_dim=2, value_dim=6, query_rank=16)
 OFFLOADED = {"remat": True, "offload": Offload(min_size=0)}
 # Axes of the mesh, how a decoder is split over them, and changes of the decoder; in float32.
@@ -431,7 +433,11 @@ def test_what_is_no_split(options, words):
     [
         ({"qk_norm": "projection"}, 2, "parallel.size is 2: config.qk_norm is 'projection', .*; use 1, and fsdp"),
         ({"latent": LATENT, "num_kv_heads": 12}, 2, "the kernels of config.latent are not split; use 1, and fsdp"),
-        ({"experts": dataclasses.replace(EXPERTS, shared=1)}, 2, "of config.experts.shared or dense_layers are not"),
+        (
+            {"experts": dataclasses.replace(EXPERTS, weighted_shared=8)},
+            2,
+            "of config.experts.shared, weighted_shared or",
+        ),
         ({}, 5, "parallel.size is 5: num_heads is 12, which 5 does not divide; sizes that fit this decoder: 1, 2, 4$"),
         ({"mlp_size": 48}, 5, "num_heads is 12, .*: 1, 2, 3, 4, 6, 12$"),
         ({"hidden_size": 25}, 2, "hidden_size is 25, which 2 does not divide; .*: 1$"),
