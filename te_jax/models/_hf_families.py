@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
@@ -312,11 +313,12 @@ def _qwen3(fields: Fields) -> Arguments:
     return _normalized(fields) | _windows(fields, used)
 
 
-def _smollm3(fields: Fields) -> Arguments:
+def _listed_windows(fields: Fields) -> Arguments:
+    """Those of families whose versions of transformers disagree about blocks that layer_types does not name."""
     used = fields.take("use_sliding_window", kind=bool, default=False)
     if used and fields.look("layer_types") is None:
         raise fields.error("layer_types is missing")
-    return _llama(fields) | _windows(fields, used)
+    return _windows(fields, used)
 
 
 def _rope_of_smollm3(fields: Fields) -> Arguments:
@@ -424,6 +426,34 @@ def _describe_qwen3_moe(config: DecoderConfig) -> dict[str, object]:
     window = _describe_window(config)
     more |= {"decoder_sparse_step": 1, "use_sliding_window": window["sliding_window"] is not None}
     return _describe_biases(config) | window | experts | more
+
+
+def _qwen2_moe(fields: Fields) -> Arguments:
+    fields.expect("decoder_sparse_step", 1)
+    dense = fields.take("mlp_only_layers", kind=list, default=[])
+    if dense != [*range(len(dense))]:
+        raise fields.error(f"mlp_only_layers is {shown(dense)}, and te_jax.models knows the first blocks, in order")
+    normalize = fields.take("norm_topk_prob", kind=bool, default=False)
+    experts = dataclasses.replace(
+        _router(fields, count=("num_experts", "num_local_experts"), normalize=normalize)["experts"],
+        weighted_shared=fields.take("shared_expert_intermediate_size", kind=int),
+        dense_layers=len(dense),
+        dense_size=fields.look("intermediate_size") if dense else None,
+    )
+    biases = _BIASES if fields.take("qkv_bias", kind=bool, default=True) else ()
+    sizes = {"mlp_size": fields.take("moe_intermediate_size", kind=int)}
+    return sizes | {"experts": experts, "attention_biases": biases} | _listed_windows(fields)
+
+
+def _describe_qwen2_moe(config: DecoderConfig) -> dict[str, object]:
+    found = _describe_qwen(config) | _describe_router(config, "num_experts")
+    experts = config.experts
+    assert experts is not None
+    return found | {
+        **{"intermediate_size": experts.dense_size or config.mlp_size, "moe_intermediate_size": config.mlp_size},
+        **{"mlp_only_layers": [*range(experts.dense_layers)], "norm_topk_prob": experts.router.normalize},
+        **{"shared_expert_intermediate_size": experts.weighted_shared, "qkv_bias": bool(config.attention_biases)},
+    }
 
 
 def _latent(fields: Fields) -> Arguments:
@@ -615,7 +645,7 @@ FAMILIES = {
         Family(
             "smollm3",
             "SmolLM3ForCausalLM",
-            _smollm3,
+            lambda fields: _llama(fields) | _listed_windows(fields),
             _describe_smollm3,
             {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
             rope=_rope_of_smollm3,
@@ -666,6 +696,14 @@ FAMILIES = {
             _qwen3_moe,
             _describe_qwen3_moe,
             {"sliding_window": 4096},
+            one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
+        ),
+        Family(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            _qwen2_moe,
+            _describe_qwen2_moe,
+            _OF_QWEN,
             one_by_one("mlp", {name: f"{name}_proj" for name in MLP}),
         ),
         Family(

@@ -70,7 +70,7 @@ def module(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{_PLACES[name]}"
 
 
-_OF_EXPERTS = (*MLP, *(f"shared_{name}" for name in MLP), "router", "expert")
+_OF_EXPERTS = (*MLP, *(f"shared_{name}" for name in MLP), "router", "shared_router", "expert")
 _PLACES = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
@@ -103,8 +103,11 @@ def one_by_one(where: str, names: dict[str, str]) -> OfExperts:
         yield Tensor(f"{prefix}.gate.weight", (("layers", layer, "router"),), "transposed")
         if experts.choice_bias:
             yield Tensor(f"{prefix}.gate.e_score_correction_bias", (("layers", layer, "expert_bias"),), "plain")
-        for name, theirs in names.items() if experts.shared else ():
-            full = f"{prefix}.shared_experts.{theirs}.weight"
+        if experts.weighted_shared:
+            yield Tensor(f"{prefix}.shared_expert_gate.weight", (("layers", layer, "shared_router"),), "transposed")
+        shared = "shared_expert" if experts.weighted_shared else "shared_experts"
+        for name, theirs in names.items() if experts.shared or experts.weighted_shared else ():
+            full = f"{prefix}.{shared}.{theirs}.weight"
             yield Tensor(full, (("layers", layer, f"shared_{name}"),), "transposed")
         for expert in range(experts.num_experts):
             for name, theirs in names.items():

@@ -57,8 +57,8 @@ def config_from_hf(folder: str | Path, *, ignore: Collection[str] = (), **change
     """The shape of a model of Hugging Face.
 
     Llama, Mistral, Qwen 2 and 3, Gemma (the first), 2 and 3 (of text), SmolLM 3, OLMo 2, Phi 3, Granite, Mixtral,
-    Qwen 3 MoE, DeepSeek V2 and V3, and gpt-oss, by the model_type of config.json. A field that the decoder does not
-    know is an error, since it may change the model, unless it is null or false.
+    Qwen 2 and 3 MoE, DeepSeek V2 and V3, and gpt-oss, by the model_type of config.json. A field that the decoder does
+    not know is an error, since it may change the model, unless it is null or false.
 
     Args:
       folder: with config.json. Where its safetensors hold another output head than the embedding, that is read, also if

@@ -57,7 +57,7 @@ BLOCKS = BlockScaling().quantization("kernel")
 # Every folder compiles programs of its own. These have all that is special about tensors, and a head that is tied.
 FEW = ("llama_tied", "mixtral", "gpt_oss")
 # And these name tensors, or describe themselves, in ways of their own.
-WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3")
+WRITTEN = (*FEW, "granite", "smollm3", "olmo2", "phi3", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3", "qwen2_moe")
 GENERATED = tuple(name for name in WRITTEN if name != "mixtral")
 
 load = functools.cache(lambda name: from_hf(HF / name))
@@ -549,6 +549,21 @@ HUB = {
         30_532_122_624,
         {"mlp_size": 768, "experts": Experts(128, Router(8), balance_weight=0.001)},
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        _QWEN
+        | {"model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5632}
+        | {"max_position_embeddings": 8192, "max_window_layers": 21, "moe_intermediate_size": 1408}
+        | {"norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": False}
+        | {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632, "sliding_window": 32768}
+        | {"vocab_size": 151936},
+        14_315_784_192,
+        {
+            "window": None,
+            "attention_biases": ("query", "key", "value"),
+            "experts": Experts(60, Router(4, normalize=False), balance_weight=0.001, weighted_shared=5632),
+        },
+    ),
     "gemma-2b": (
         _UNBIASED
         | {"model_type": "gemma", "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "hidden_size": 2048}
@@ -711,6 +726,9 @@ def _experts(name, router):
          {"rope_theta": (1e4, 1e6, 1e4), "rope_scaling": (None, RopeScaling("linear", 8.0), None)}),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["query_pre_attn_scalar"],
          {"rope_theta": (1e4, 1e6, 1e4), "factors": Factors(scores=1 / 16)}),
+        ("qwen2_moe", {"qkv_bias": False, "use_sliding_window": False}, ["layer_types", "mlp_only_layers"],
+         {"attention_biases": (), "window": None, "experts": Experts(
+             4, Router(2, normalize=False), balance_weight=0.001, weighted_shared=48)}),
         ("deepseek_v2", {"topk_method": "greedy"}, [],
          {"experts": _experts("deepseek_v2", Router(4, normalize=False, scaling_factor=3.0))}),
         ("deepseek_v3", {"n_group": 12, "num_nextn_predict_layers": 1}, ["routed_scaling_factor", "rope_interleave"],
@@ -801,6 +819,11 @@ def _yarn(**changes):
         ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types names others"),
         ("qwen2", {"layer_types": None, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and .* at most"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], and te_jax.models knows the first blocks"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "experts.dense_layers is 3, and num_layers is 3"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, and te_jax.models knows 1 alone"),
+        ("qwen2_moe", {"layer_types": None}, "layer_types is missing"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "weighted_shared is 0 and shared 0: give a width"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts is 4: .* at least router.top_k, 5"),
         ("mixtral", {"router_aux_loss_coef": -1}, "balance_weight is -1"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "rope_theta has 2 entries, and num_layers is 3"),

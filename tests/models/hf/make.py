@@ -93,6 +93,18 @@ CONFIGS = {
     ),
     "mixtral": hf.MixtralConfig(**EXPERTS),
     "qwen3_moe": hf.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=16, norm_topk_prob=True),
+    "qwen2_moe": hf.Qwen2MoeConfig(
+        **SHAPE | {"head_dim": 8, "num_hidden_layers": 3},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[0],
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        use_sliding_window=True,
+        sliding_window=5,
+        **NO_TOKENS,
+    ),
     "deepseek_v2": hf.DeepseekV2Config(
         **OF_DEEPSEEK,
         q_lora_rank=None,
