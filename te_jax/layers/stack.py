@@ -19,7 +19,8 @@ from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.offload import Offload
 from te_jax.offload.scan import run_scan
 from te_jax.offload.stack import describe, run_layers
-from te_jax.parallel.fsdp import FSDP, prepare, shard_specs, spread_specs, validate
+from te_jax.parallel.fsdp import FSDP, shard_specs, spread_specs, validate
+from te_jax.parallel.shards import prepare
 
 X = TypeVar("X")
 

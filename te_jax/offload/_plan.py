@@ -20,7 +20,7 @@ from te_jax import ops
 from te_jax._core.types import PyTree
 from te_jax.offload._options import LAYER_INPUT, Offload, Residual
 from te_jax.offload._values import Value, values_of
-from te_jax.parallel.fsdp import Shards
+from te_jax.parallel.shards import Shards
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import BlockScaling
 from te_jax.sharding import inside_shard_map, unmapped_axes, varying_over

@@ -45,7 +45,7 @@ from te_jax.offload._plan import (
     quantized,
     trace,
 )
-from te_jax.parallel.fsdp import Shards
+from te_jax.parallel.shards import Shards
 from te_jax.quantized import QuantizedArray
 from te_jax.sharding import together, varying_axes
 

@@ -3,10 +3,11 @@ devices share."""
 
 from te_jax.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from te_jax.parallel.experts import DispatchPlan, combine, dispatch, plan_dispatch
-from te_jax.parallel.fsdp import FSDP, gather_params, shard_specs
+from te_jax.parallel.fsdp import FSDP, shard_specs
 from te_jax.parallel.gated_mlp import gated_mlp
 from te_jax.parallel.options import P2P, Ring
 from te_jax.parallel.ring_attention import context_order, ring_attention
+from te_jax.parallel.shards import gather_params
 
 __all__ = [
     "FSDP",

@@ -79,7 +79,7 @@ def test_each_layer_exchanges_once_beside_products(monkeypatch):
     """But for the first parameters and the last gradients, which nothing can hide."""
     know_handlers()
     monkeypatch.setattr("te_jax.native.use_native", lambda *_, **__: True)
-    monkeypatch.setattr("te_jax.parallel.fsdp._LAUNCHES_GROUPS", True)
+    monkeypatch.setattr("te_jax.parallel.shards._LAUNCHES_GROUPS", True)
     layers = 6
     products, started, beside = 0, {}, []
     for line in gradient(layers).as_text().split("\nENTRY ")[1].splitlines():

@@ -19,7 +19,7 @@ from te_jax.offload import Offload
 from te_jax.ops.linear.kernels import quantize_kernel
 from te_jax.optim import Requantize
 from te_jax.parallel import FSDP, gather_params, shard_specs
-from te_jax.parallel import fsdp as fsdp_module
+from te_jax.parallel import shards as shards_module
 from te_jax.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from te_jax.testing import assert_close
 
@@ -152,7 +152,7 @@ whole_gradient = functools.cache(lambda run: gradient(run))
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradients_of_whole_parameters(case, mesh, rng, monkeypatch):
-    monkeypatch.setattr(fsdp_module, "_LAUNCHES_GROUPS", case != "plain")
+    monkeypatch.setattr(shards_module, "_LAUNCHES_GROUPS", case != "plain")
     changes, run, options = CASES[case]
     params, x = draw(rng, count=3 if case == "gathered again" else COUNT)
     found = on_mesh(mesh, params, x, dataclasses.replace(EXACT, **changes), run, **options)
@@ -343,7 +343,7 @@ def launches(jaxpr):
 )
 def test_one_launch_a_layer(keep, backward, mesh, rng, monkeypatch):
     """The last layers are gathered once; the others beside the sums of gradients, `up` and `down` together."""
-    monkeypatch.setattr(fsdp_module, "_LAUNCHES_GROUPS", True)
+    monkeypatch.setattr(shards_module, "_LAUNCHES_GROUPS", True)
     params, x = draw(rng, count=3)
     with jax.set_mesh(mesh):
         traced = gradient(plain, fsdp=of(quantize=None, keep=keep), remat=True).trace(params, x["h"], x["mask"])
@@ -409,7 +409,7 @@ def test_parts_that_cut_blocks(require_devices, rng):
     assert specs == {"rows": P("fsdp"), "cols": P(None, "fsdp"), "heads": P("fsdp"), "experts": P(None, "fsdp")}
 
     def gathered(kernels, x):
-        (layer,), shards = fsdp_module.prepare(dataclasses.replace(fsdp, specs=specs), [kernels], x)
+        (layer,), shards = shards_module.prepare(dataclasses.replace(fsdp, specs=specs), [kernels], x)
         return jax.tree.map(lambda leaf: leaf[None], shards.gather(0, layer))
 
     inside = jax.shard_map(gathered, mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=P("fsdp"))
