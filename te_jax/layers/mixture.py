@@ -288,11 +288,11 @@ def moe(
         y = (y.astype(jnp.float32) + total).astype(y.dtype)
     if shared is not None:
         of_shared = ops.gated_mlp(x, shared, activation=activation, recipe=recipe, implementation=implementation)
-        y = y + weighted(of_shared, x, shared_router)
+        y = y + weighted_shared(of_shared, x, shared_router)
     return MoEResult(y, logits, routing, plan.dropped)
 
 
-def weighted(y: Array, x: Array, kernel: jax.typing.ArrayLike | None) -> Array:
+def weighted_shared(y: Array, x: Array, kernel: jax.typing.ArrayLike | None) -> Array:
     """What shared experts compute of x, y [*tokens, out], times sigmoid(x · kernel), in float32; None leaves it."""
     if kernel is None:
         return y

@@ -251,7 +251,7 @@ class Block:
         if experts.shared or experts.weighted_shared:
             gate, up, down = (self._layer(f"shared_{name}") for name in MLP)
             of_shared = gated_mlp(x, gate, up, down, Activation.of(config.activation), **self._arithmetic)
-            y += mixture.weighted(of_shared, x, self.params.get("shared_router"))
+            y += mixture.weighted_shared(of_shared, x, self.params.get("shared_router"))
         return y, Balance(auxiliary, jnp.max(counts) / jnp.mean(counts))
 
 

@@ -176,9 +176,10 @@ class _Exchanges:
         """x, which is there when what travels beside this layer is: XLA would begin to gather when the layer ends."""
         if self._shards is None:
             return x
-        for arrived, places in ((self._ready, list(self._ready)[:1]), (self._gradients, list(self._gradients)[-1:])):
-            for place in places:
-                arrived[place], x = together(arrived[place], x)
+        for place in list(self._ready)[:1]:
+            self._ready[place], x = together(self._ready[place], x)
+        for place in list(self._gradients)[-1:]:
+            self._gradients[place], x = together(self._gradients[place], x)
         return x
 
     def sum_beside_next(self, place: int, gradients: PyTree) -> None:

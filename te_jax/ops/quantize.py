@@ -157,8 +157,11 @@ def quantize_parts(
 def quantize_shared_blocks(
     x: Array, quantization: Quantization, shared_blocks: SharedBlocks, *, row_ndim: int, straight_through: bool
 ) -> QuantizedArray:
-    """`quantize` of a part that cuts blocks, whose amaxes devices exchange: its scales are those of the whole array. By
-    XLA; for square blocks, whose copies have the same scales."""
+    """`quantize` of a part that cuts blocks, whose amaxes devices exchange: its scales are those of the whole array.
+
+    Blocks are square, so that both copies have the same scales. XLA computes it, for native kernels take no amaxes of
+    blocks.
+    """
     request, _ = as_request("x", x, quantization, row_ndim, "both", None, None, with_amax=False)
     request = dataclasses.replace(request, shared_blocks=shared_blocks)
     return _quantize_once(x, None, request, False, straight_through).array

@@ -137,7 +137,8 @@ def shard_specs(params: PyTree, fsdp: FSDP) -> PyTree:
       A PartitionSpec for every array, in the same pytree.
 
     Raises:
-      ValueError: devices divide no dimension of a parameter; the message names numbers of devices that do.
+      ValueError: devices divide no dimension of a parameter, and the message names numbers of devices that do; or they
+        cut blocks of one that is in FP8 already.
 
     Examples:
       >>> import jax.numpy as jnp, te_jax
@@ -169,6 +170,11 @@ def shard_specs(params: PyTree, fsdp: FSDP) -> PyTree:
                 f"params{jax.tree_util.keystr(path)} has shape {shape}{left}, and size={fsdp.size} divides no "
                 f"dimension of that; sizes that do: {', '.join(sizes) or 'none'}. Use one of these with replica_axis "
                 "for the other devices, or min_size to leave it whole"
+            )
+        if isinstance(leaf, QuantizedArray) and cuts_blocks(leaf, split[0], parts[split[0]] // fsdp.size):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} of shape {shape} is in FP8, and size={fsdp.size} cuts its blocks "
+                f"of {BLOCK}: pass it unquantized, and name it in fsdp.quantize, or use a smaller size and replica_axis"
             )
         entries[split[0]] += (fsdp.axis_name,)
         return _spec(entries)
@@ -213,6 +219,12 @@ def split_dimension(shape: Sequence[int], size: int, how: Requantize | None = No
         inner |= dict.fromkeys(range(how.stacked_ndim), (BLOCK,))  # kernels have blocks of their own
         whole += [dim for dim in dividing if dim in inner and shape[dim] // size * math.prod(inner[dim]) % BLOCK == 0]
     return ((whole or dividing)[0], bool(whole)) if dividing else None
+
+
+def cuts_blocks(kernel: QuantizedArray, dim: int, part: int) -> bool:
+    """Whether parts of so many values along a dimension cut square blocks of a kernel."""
+    facts, last = facts_of(kernel.scaling), (kernel.ndim - kernel.col_ndim - 1, kernel.ndim - 1)
+    return facts.in_blocks and facts.is_symmetric and dim in last and part % BLOCK != 0
 
 
 def is_parameter(leaf: object) -> bool:

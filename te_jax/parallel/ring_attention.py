@@ -231,7 +231,7 @@ class _Ring:
     max_score_bytes: int
     implementation: AttentionImplementation | None
 
-    def from_before(self, tree: PyTree, steps: int) -> PyTree:
+    def shifted(self, tree: PyTree, steps: int) -> PyTree:
         """Arrays of the device so many steps before."""
         if steps % self.size == 0:
             return tree
@@ -254,12 +254,11 @@ class _Ring:
         """Whether any device sees keys of the one so many steps before, by the window."""
         if self.window is None:
             return True
-        last = 2 * self.size - 1
+        chunks = [(device, 2 * self.size - 1 - device) for device in range(self.size)]
         distances = (
             of_query - of_keys
             for here in range(self.size)
-            for of_query, there in itertools.product((here, last - here), [(here - step) % self.size])
-            for of_keys in (there, last - there)
+            for of_query, of_keys in itertools.product(chunks[here], chunks[here - step])
         )
         return any(distance > 0 and (distance - 1) * chunk + 1 < self.window for distance in distances)
 
@@ -456,7 +455,7 @@ def _forward(ring: _Ring, operands: dict[str, Array]) -> tuple[Array, tuple[dict
         of_block = block.forward(keys)
         if after is not None:
             # The barrier: XLA takes calls for short, and would let nothing be under way beside them.
-            keys, of_block = sharding.together(ring.from_before(keys, after.step - block.step), of_block)
+            keys, of_block = sharding.together(ring.shifted(keys, after.step - block.step), of_block)
         joined = of_block if joined is None else _joined(*joined, *of_block)
     assert joined is not None
     out, lse = joined[0].astype(operands["query"].dtype), joined[1]
@@ -473,13 +472,13 @@ def _backward(ring: _Ring, residuals: tuple[dict[str, Array], Array, Array], dou
     last = 0  # the step of the keys whose gradients are under way
     for block, after in itertools.zip_longest(blocks, blocks[1:]):
         of_block = block.backward(keys, out, lse, dout)
-        keys = None if after is None else ring.from_before(keys, after.step - block.step)
-        of_keys, last = ring.from_before(of_keys, block.step - last), block.step
+        keys = None if after is None else ring.shifted(keys, after.step - block.step)
+        of_keys, last = ring.shifted(of_keys, block.step - last), block.step
         (keys, of_keys), of_block = sharding.together((keys, of_keys), of_block)
         of_query = of_block.query if of_query is None else of_query + of_block.query
         of_keys = of_block.pair if of_keys is None else of_keys + of_block.pair
     assert of_query is not None
-    of_pair = jnp.split(ring.from_before(of_keys, ring.size - last), [of_query.shape[3]], 3)
+    of_pair = jnp.split(ring.shifted(of_keys, ring.size - last), [of_query.shape[3]], 3)
     sums = dict(zip(("query", "key", "value"), (of_query, *of_pair), strict=True))
     gradients = {name: x.astype(operands[name].dtype) for name, x in sums.items()}
     return ({**dict.fromkeys(operands), **gradients},)

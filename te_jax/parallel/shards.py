@@ -24,7 +24,7 @@ from te_jax import sharding
 from te_jax._core.types import BLOCK, PyTree
 from te_jax.ops.linear.arguments import whole_blocks, with_gradient_through
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
-from te_jax.parallel.fsdp import FSDP, Parameter, for_each_layer, is_parameter, requantize_of, validate
+from te_jax.parallel.fsdp import FSDP, Parameter, cuts_blocks, for_each_layer, is_parameter, requantize_of, validate
 from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import DelayedScaling, DelayedScalingState
 from te_jax.reference.quantize import SharedBlocks
@@ -130,7 +130,7 @@ class Shards:
         axis = dim if _splits_rows(leaf, dim) else _to_transposed(leaf).index(dim)
         data, scale_inv = sent
         # Scales of tensors have the stacked dimensions alone; those of blocks that devices cut are whole.
-        scales_split = axis < scale_inv.ndim and not _has_whole_scales(leaf, dim)
+        scales_split = axis < scale_inv.ndim and not cuts_blocks(leaf, dim, leaf.shape[dim])
         return (
             Operand(data, axis, gathers=True),
             Operand(scale_inv, axis, gathers=True) if scales_split else scale_inv,
@@ -205,12 +205,6 @@ def _collectives(axis_name: str, kinds: Sequence[tuple[bool, int]], arrays: Sequ
         gather(x, axis=dim) if gathers else scatter(x, scatter_dimension=dim)
         for x, (gathers, dim) in zip(arrays, kinds, strict=True)
     ]
-
-
-def _has_whole_scales(kernel: QuantizedArray, dim: int) -> bool:
-    """Whether this device's part cuts blocks along a dimension: see `SharedBlocks`."""
-    last = kernel.ndim - kernel.col_ndim - 1, kernel.ndim - 1
-    return facts_of(kernel.scaling).in_blocks and dim in last and kernel.shape[dim] % BLOCK != 0
 
 
 def _splits_rows(kernel: QuantizedArray, dim: int) -> bool:
@@ -375,7 +369,7 @@ def _validate_split(name: str, kernel: QuantizedArray, dim: int | None) -> None:
             f"{name} is quantized by {sorted(scalings)}: its two copies have scales of their own, and devices that "
             "have parts cannot agree on them. Leave it out of fsdp.quantize, or use BlockScaling or CurrentScaling"
         )
-    if _has_whole_scales(kernel, dim):
+    if cuts_blocks(kernel, dim, kernel.shape[dim]):
         raise ValueError(
             f"{name} has shape {kernel.shape} on a device, and dimension {dim} cuts blocks of {BLOCK}: split another "
             "dimension, or over fewer devices with replica_axis for the others"

@@ -368,7 +368,7 @@ def test_xla_makes_no_pass_over_rows_of_gathered_tokens():
     gate, y = Buffer("bf16", (num_rows, hidden)), Buffer("bf16", (num_rows, width))
     assert {scales, rows, gate, y} <= set(buffers(program))
     assert said == (num_rows, scales.bytes + rows.bytes, 2 * gate.bytes, y.bytes)
-    # Of the program itself: what fusions compute inside lies in no memory.
+    # The entry computation alone: values inside of fusions are not stored.
     entry = program[program.index("\nENTRY") :]
     instructions = re.findall(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)", entry, re.MULTILINE)
     names = {

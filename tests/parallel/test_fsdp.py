@@ -554,6 +554,11 @@ def test_sizes_of_parts():
         ValueError, match=r"params\['kernel'\] has shape \(100, 1000\), and size=3 .* sizes that do: 2\."
     ):
         shard_specs({"kernel": jnp.zeros((100, 1000))}, FSDP(3))
+    kernel = ops.quantize(jnp.ones((192, 192)), BlockScaling().quantization("kernel"))
+    with pytest.raises(
+        ValueError, match=r"params\['up'\] .* in FP8, and size=2 cuts its blocks .* name it in fsdp.quantize"
+    ):
+        shard_specs({"up": kernel}, FSDP(2, min_size=1))
     for wrong, words in (
         ({"size": 0}, "size is 0"),
         ({"keep": -1}, "keep is -1"),
