@@ -242,6 +242,8 @@ def _records_of(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeError as error:
         raise UserError(f"--prompts {path} is not UTF-8: convert it, for example with iconv") from error
+    except OSError as error:
+        raise UserError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     records = []
     for number, line in enumerate(lines, start=1):
         record: Any = {"prompt": line}

@@ -163,6 +163,12 @@ def test_prompts_that_cannot_be_read_are_refused(content, words, sentence, folde
     assert refused(argv, capsys).endswith(sentence)
 
 
+@pytest.mark.parametrize(("name", "why"), [("nowhere", "No such file or directory"), ("", "Is a directory")])
+def test_a_file_of_prompts_that_is_none_is_refused(name, why, folder, capsys, tmp_path):
+    argv = ["generate", "--prompts", str(tmp_path / name), "--from", folder]
+    assert refused(argv, capsys) == f"--prompts {tmp_path / name} cannot be read: {why}"
+
+
 def test_more_tokens_than_memory_has_room_for_are_refused(folder, capsys):
     argv = ["generate", "x", "--from", folder, "--max-new-tokens", "3000000000"]
     assert refused(argv, capsys).startswith("--max-new-tokens is 3000000000: keys and values of as many tokens take ")

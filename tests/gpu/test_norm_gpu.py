@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,15 @@ def test_quantized_results(shape, dtype, rng):
                 assert_quantized_from(dataclasses.replace(found, straight_through=None), plain, quantization)
 
 
-@pytest.mark.parametrize("copies", ["data", "transposed"])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("pair", "copies"),
+    [
+        *itertools.product(("tensor", "1x128"), ("data", "transposed")),
+        # Of the other copies XLA normalizes one or both, which rounds otherwise.
+        ("1x128 and square", "transposed"),
+        ("square and 1x128", "transposed"),
+    ],
+)
 def test_one_copy(pair, copies, rng):
     operands = draw_operands(rng, (130, 4096), "bfloat16")
     options = {"centered": True, "quantization": quantization_of(pair), "implementation": "native"}
