@@ -1,14 +1,39 @@
 // FP8 in rows, by kernels whose threads hold 16-byte vectors of a row: no tile, no shared memory.
+//
+// With few rows, as a decoder has, a kernel takes as long as one of its threads, which also waits for instructions from
+// memory. So each thread has one vector, and thread blocks are small until all multiprocessors have one.
 #pragma once
 
 #include <cstdint>
 
+#include "common/dependent_launch.cuh"
 #include "common/vector.cuh"
 #include "quantize/amax.cuh"
 #include "quantize/quantize.h"
 #include "quantize/tile.cuh"
 
 namespace te::quantize {
+
+inline constexpr int kRowThreads = 256;  // of a thread block, at most
+
+// How rows are divided: each has `count` strips, and each strip a thread block.
+struct RowStrips {
+  int64_t count;
+  int64_t threads;
+
+  RowStrips(int64_t vectors, int64_t vectors_per_thread, int64_t most_threads = kRowThreads) {
+    const auto ratio = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    count = ratio(vectors, vectors_per_thread * most_threads);
+    threads = ratio(ratio(vectors, count * vectors_per_thread), 32) * 32;
+  }
+
+  // One vector a thread, and fewer threads in a block where rows are too few for all multiprocessors.
+  static RowStrips OfSingleVectors(int64_t rows, int64_t vectors, int multiprocessors) {
+    int64_t threads = kRowThreads;
+    while (threads > 32 && rows * RowStrips(vectors, 1, threads).count < multiprocessors) threads /= 2;
+    return RowStrips(vectors, 1, threads);
+  }
+};
 
 // Takes vectors of T, of one matrix. All threads of a warp call it together, and a warp starts at a block of 128.
 template <typename T>
@@ -97,5 +122,23 @@ class RowEncoder {
   float scale_ = 1.0f;
   uint32_t largest_ = 0;
 };
+
+// x as it is in FP8, with scales of 1×128 values. A thread has one vector.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    QuantizeVectors(const __grid_constant__ Matrices x, const __grid_constant__ RowOutputs outputs, unsigned strips) {
+  constexpr int kCount = kPer16Bytes<T>;
+  const unsigned row = blockIdx.x / strips, rows = static_cast<unsigned>(x.rows), example = row / rows;
+  const int vectors = static_cast<int>(x.cols / kCount);
+  const int v = static_cast<int>(blockIdx.x % strips * blockDim.x + threadIdx.x);
+  WaitForPrimary();
+  ReleaseDependents();
+  RowEncoder<T> encode(outputs, example, x.rows, x.cols, false);
+  uint4 bits = make_uint4(0, 0, 0, 0);
+  if (v < vectors) bits = LoadStreaming(static_cast<const uint4*>(x.data) + int64_t{row} * vectors + v);
+  float y[kCount];
+  Unpack(bits, y, static_cast<const T*>(nullptr));
+  encode(row % rows, v, v < vectors ? kCount : 0, y);
+}
 
 }  // namespace te::quantize

@@ -90,6 +90,54 @@ def test_large_tensors(quantization, shape, dtype, rng):
         assert_same_bits(native, reference)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 4096),
+        (4, 14336),
+        (16, 4096),
+        (64, 14336),
+        (127, 400),  # the last block is partial
+        (128, 4096),  # as many rows as a tile has
+        (3, 8),
+        (5, 1044),  # the rows of bfloat16 are no vectors of 16 bytes
+        (2001, 4112),  # many rows, which TMA would not store
+        (300, 1048),
+    ],
+    ids=str,
+)
+def test_rows_without_a_transposed_copy(shape, dtype, rng):
+    """Written into memory that held NaN."""
+    for fp8 in (E4M3, E5M2):
+        for power_of_two_scales in (False, True):
+            quantization = Quantization(fp8, "block_1x128", "block_1x128", power_of_two_scales)
+            finite = draw(rng, shape, dtype)
+            for x in (finite, with_special_values(finite, rng), draw_extremes(rng, shape).astype(dtype)):
+                reference = run(x, quantization, "reference", copies="data")
+                jax.block_until_ready([jnp.full(x.size, jnp.nan, jnp.float32) for _ in range(4)])
+                assert_same_bits(run(x, quantization, copies="data"), reference)
+
+
+def draw_extremes(rng, shape):
+    """Blocks of zeros, of subnormal values, of the smallest normal ones and of nearly the largest."""
+    sizes = np.array([0.0, 1e-40, 2.0**-126, 1e38, 1.0], np.float32)
+    rows, cols = np.indices(shape)
+    return jnp.asarray(sizes[(rows + cols // 128) % 5] * rng.uniform(-2.0, 2.0, shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 272), (31, 4, 4096), (40, 12, 264), (2, 200, 512)], ids=str)
+def test_rows_of_batches_without_a_transposed_copy(shape, rng):
+    count, rows, cols = shape
+    x = with_special_values(draw(rng, (count * rows, cols)), rng).reshape(shape)
+
+    def quantized(implementation):
+        call = functools.partial(ops.quantize, copies="data", implementation=implementation)
+        return jax.jit(jax.vmap(lambda x: call(x, QUANTIZATIONS["block activation"])))(x)
+
+    assert_same_bits(quantized("native"), quantized("reference"))
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [

@@ -17,6 +17,7 @@ _MOST_BYTES = (40 if _ASSEMBLED else 24) * 10**6
 _KERNELS = {
     "QuantizeTile": 68,
     "QuantizeGatheredTiles": 16,
+    "QuantizeVectors": 2,
     "AmaxOfValues": 2,
     "AmaxOfRowsAndColumns": 2,
     "ComputeTiles": 8,
