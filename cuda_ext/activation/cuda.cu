@@ -238,36 +238,36 @@ Status Amaxes(const Executor& executor, const Function& function, const Inputs& 
 
 // ---------------------------------------------------------------------------------------------------------------- rows
 
-inline constexpr int kRowVectors = 4;  // of each input that a thread has in flight
-inline constexpr int kRowThreads = 256;
+inline constexpr int kRowVectors = 4;  // of each input that a thread has in flight; one with few rows
 
-// y as it is. A thread block takes kRowVectors vectors a thread of one row.
-template <typename T, bool kWeighted>
+// y as it is. A thread block takes kVectors vectors a thread of one row. If weighted, rows may have weights.
+template <typename T, bool kWeighted, int kVectors>
 __global__ void __launch_bounds__(kRowThreads)
     ActivateRows(const __grid_constant__ Function function, const __grid_constant__ Inputs inputs,
                  const __grid_constant__ RowOutputs outputs, unsigned strips) {
   constexpr int kCount = kPer16Bytes<T>;
   __shared__ uint32_t amax_of_warps[32];
-  const int64_t row = blockIdx.x / strips, example = row / inputs.rows;
+  const unsigned row = blockIdx.x / strips, rows = static_cast<unsigned>(inputs.rows), example = row / rows;
   const int vectors = static_cast<int>(inputs.cols / kCount);
-  const int first = static_cast<int>(blockIdx.x % strips * kRowVectors * blockDim.x + threadIdx.x);
+  const int first = static_cast<int>(blockIdx.x % strips * kVectors * blockDim.x + threadIdx.x);
   WaitForPrimary();
-  RowEncoder<T> encode(outputs, example, inputs.rows, inputs.cols, blockIdx.x % (inputs.rows * strips) == 0);
-  const float weight = kWeighted ? inputs.weights[row] : 1.0f;
+  if constexpr (kVectors == 1) ReleaseDependents();
+  RowEncoder<T> encode(outputs, example, inputs.rows, inputs.cols, blockIdx.x % (rows * strips) == 0);
+  const float weight = kWeighted && inputs.weights ? inputs.weights[row] : 1.0f;
   Dispatch(function.kind, inputs.up != nullptr, [&]<Kind kKind, bool kGated>() {
     const void* const arrays[2] = {inputs.gate, inputs.up};
-    uint4 loaded[kRowVectors][kMostTiles] = {};
+    uint4 loaded[kVectors][kMostTiles] = {};
 #pragma unroll
-    for (int i = 0; i < kRowVectors; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int v = first + i * blockDim.x;
       if (v >= vectors) continue;
 #pragma unroll
       for (int a = 0; a <= kGated; ++a) {
-        loaded[i][a] = LoadStreaming(static_cast<const uint4*>(arrays[a]) + row * vectors + v);
+        loaded[i][a] = LoadStreaming(static_cast<const uint4*>(arrays[a]) + int64_t{row} * vectors + v);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kRowVectors; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int v = first + i * blockDim.x;
       float y[kCount], up[kCount], dy[kCount];
       Unpack(loaded[i][0], y, static_cast<const T*>(nullptr));
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
         for (int j = 0; j < kCount; ++j) y[j] = 0.0f;
       }
-      encode(row % inputs.rows, v, v < vectors ? kCount : 0, y);
+      encode(row % rows, v, v < vectors ? kCount : 0, y);
     }
   });
   encode.RaiseAmax(amax_of_warps);
@@ -289,17 +289,16 @@ Status LaunchRows(cudaStream_t stream, const Function& function, const Inputs& i
   int multiprocessors = 0;
   TE_JAX_TRY(CountMultiprocessors(&multiprocessors));
   const int64_t vectors = inputs.cols / kPer16Bytes<T>, rows = inputs.count * inputs.rows;
-  const auto strips_of = [vectors](int64_t threads) {
-    return (vectors + threads * kRowVectors - 1) / (threads * kRowVectors);
-  };
-  int64_t most_threads = kRowThreads;  // fewer where rows are too few for all multiprocessors
-  while (most_threads > 32 && rows * strips_of(most_threads) < multiprocessors) most_threads /= 2;
-  const int64_t strips = strips_of(most_threads);
-  const int64_t threads = ((vectors + strips * kRowVectors - 1) / (strips * kRowVectors) + 31) / 32 * 32;
-  auto* kernel = inputs.weights ? ActivateRows<T, true> : ActivateRows<T, false>;
-  return Check(LaunchAsDependent(kernel, static_cast<unsigned>(rows * strips), static_cast<unsigned>(threads), 0,
-                                 stream, function, inputs, outputs, static_cast<unsigned>(strips)),
-               "kernel launch");
+  RowStrips strips(vectors, kRowVectors);
+  auto* kernel = inputs.weights ? ActivateRows<T, true, kRowVectors> : ActivateRows<T, false, kRowVectors>;
+  if (rows * strips.count < multiprocessors) {
+    strips = RowStrips::OfSingleVectors(rows, vectors, multiprocessors);
+    kernel = ActivateRows<T, true, 1>;
+  }
+  return Check(
+      LaunchAsDependent(kernel, static_cast<unsigned>(rows * strips.count), static_cast<unsigned>(strips.threads), 0,
+                        stream, function, inputs, outputs, static_cast<unsigned>(strips.count)),
+      "kernel launch");
 }
 
 Status Rows(const Executor& executor, const Function& function, const Inputs& inputs, const RowOutputs& outputs) {

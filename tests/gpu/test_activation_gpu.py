@@ -14,7 +14,7 @@ from ops.activation_oracle import (
     draw,
     draw_weights,
 )
-from ops.quantize_oracle import E5M2, quantization_of
+from ops.quantize_oracle import E5M2, assert_bits, quantization_of
 
 from te_jax import ops
 from te_jax.hlo import buffers
@@ -38,6 +38,37 @@ def test_results(shape, dtype, rng):
             check_result("silu", gate, up, quantization_of(pair), "native", copies=copies, **GPT_OSS)
         check_result("gelu", gate, None, quantization_of(pair, E5M2), "native")
     check_result("silu", gate, up, quantization_of("tensor"), "native", amax=jnp.float32(3))
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 14336), (16, 14336), (300, 2056)], ids=str)
+def test_results_without_a_transposed_copy(shape, dtype, rng):
+    """With a vector a thread or four, of which the last ones of a row are not all there."""
+    gate, up = draw(rng, shape, dtype)
+    for pair in ("tensor", "1x128"):
+        check_result("silu", gate, up, quantization_of(pair), "native", copies="data", **GPT_OSS)
+        check_result("gelu", gate, None, quantization_of(pair, E5M2, True), "native", copies="data")
+    weights, function = draw_weights(rng, shape[0]), Activation("silu", **GPT_OSS)
+    check_weighted_result(function, gate, up, weights, quantization_of("1x128"), True, copies="data")
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_have_the_bits_that_they_have_among_many(kind, dtype, rng):
+    gate, up = draw(rng, (300, 2056), dtype)
+    weights, request = draw_weights(rng, 300), Request(quantization_of("1x128"), 1, "data", (), (), False, False)
+    run = jax.jit(activate_quantized, static_argnums=(0, 4, 5))
+    for operands in ((gate, up, weights), (gate, up, None), (gate, None, None)):
+
+        def of_rows(rows, operands=operands):
+            gate, up, weights = (None if operand is None else operand[:rows] for operand in operands)
+            return run(Activation(kind), gate, up, None, request, True, weights).array
+
+        many = of_rows(300)
+        for rows in (1, 4, 64):
+            few = of_rows(rows)
+            assert_bits(few.data, many.data[:rows])
+            assert_bits(few.scale_inv, many.scale_inv[:, :rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)

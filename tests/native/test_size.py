@@ -22,7 +22,7 @@ _KERNELS = {
     "AmaxOfRowsAndColumns": 2,
     "ComputeTiles": 8,
     "ComputeTilesInTurn": 6,
-    "ActivateRows": 4,
+    "ActivateRows": 6,
     "AmaxOfActivation": 4,
     "NormalizeRows": 16,
     "NormalizeLongRows": 2,
