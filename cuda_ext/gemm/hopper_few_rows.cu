@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(32 * kWarps) MultiplyFewRows(const Problem p) 
 #pragma unroll
       for (int below = 0; below < 2; ++below) {
         const auto* const from = reinterpret_cast<const uint4*>(b + int64_t{below * 8} * k + at);
-        to.b[half][below] = inside && at < k ? LoadStreaming(from) : uint4{};
+        to.b[half][below] = inside && at < k ? LoadStreamingLine(from) : uint4{};
       }
     }
     to.b_scale = inside ? __ldg(b_scales + block) : 0.0f;
@@ -123,15 +123,17 @@ __global__ void __launch_bounds__(32 * kWarps) MultiplyFewRows(const Problem p) 
         } else {
           load_a(block, eight, of_a);
         }
-        float partial[4] = {};
+        float partial[2][4] = {};  // neither waits for the other
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint4 &above = stage.b[half][0], &below = stage.b[half][1], &of_rows = of_a[half];
-          Multiply16x8<kFormats>(partial, {above.x, below.x, above.y, below.y}, {of_rows.x, of_rows.y});
-          Multiply16x8<kFormats>(partial, {above.z, below.z, above.w, below.w}, {of_rows.z, of_rows.w});
+          Multiply16x8<kFormats>(partial[half], {above.x, below.x, above.y, below.y}, {of_rows.x, of_rows.y});
+          Multiply16x8<kFormats>(partial[half], {above.z, below.z, above.w, below.w}, {of_rows.z, of_rows.w});
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) total[eight][j] += stage.b_scale * stage.a_scales[eight][j % 2] * partial[j];
+        for (int j = 0; j < 4; ++j) {
+          total[eight][j] += stage.b_scale * stage.a_scales[eight][j % 2] * (partial[0][j] + partial[1][j]);
+        }
       }
     }
   }
