@@ -18,6 +18,7 @@ from te_jax.models import tensor_parallel
 from te_jax.models.block import Block, capped, final_norm, rotary_of
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.decoder import Implementation, head_of, requantize
+from te_jax.ops.gemm_product import FEW_ROWS
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
 from te_jax.quantized import QuantizedArray
 from te_jax.recipe import DelayedScaling
@@ -25,8 +26,8 @@ from te_jax.recipe import DelayedScaling
 __all__ = ["generate"]
 
 _ROW_MULTIPLE = 4
-"""Rows of a product while texts are continued. Products of blocks would each be padded to it, with the scales, and XLA
-writes out the terms of a product of one row with a small kernel."""
+"""Rows of a product while texts are continued. Products of blocks with more than a few would each be padded to it, with
+the scales, and XLA writes out the terms of a product of one row with a small kernel."""
 
 
 # fmt: off
@@ -200,8 +201,10 @@ def _run(
     get caches with room for as many."""
     (batch, time), filled = tokens.shape, []
     # Scales of an amax and a capacity of experts would count the rows that are added.
-    by_row = config.experts is None and not kernel_facts(config).by_tensor
-    padding = [(0, -batch % _ROW_MULTIPLE if caches is not None and by_row else 0)]
+    facts = kernel_facts(config)
+    by_row = config.experts is None and not facts.by_tensor
+    few_rows = facts.product == "block" and batch <= FEW_ROWS
+    padding = [(0, -batch % _ROW_MULTIPLE if caches is not None and by_row and not few_rows else 0)]
 
     def padded(x: Array) -> Array:
         return jnp.pad(x, padding + [(0, 0)] * (x.ndim - 1))

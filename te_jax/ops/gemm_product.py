@@ -27,7 +27,7 @@ Group = Literal["m", "n", "k"]
 _OPERANDS = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "accumulator")
 _FLOAT32 = np.dtype(jnp.float32)
 
-_FEW_ROWS = 8
+FEW_ROWS = 8
 """Products of blocks with no more rows have a kernel that takes any number of them."""
 
 _CUBLASLT_WORKSPACE_BYTES = 32 * 2**20 + 512
@@ -351,7 +351,7 @@ def _aligned(spec: GemmSpec, arrays: Mapping[str, Array]) -> tuple[GemmSpec, dic
     b_outer = _groups(spec, "b", arrays)[1]
     m, n, k = (math.prod(sizes) for sizes in (a_outer, b_outer, summed))
     # Not -k % 16: of that, symbolic sizes of jax.export do not know that the sum is a multiple.
-    few_rows = isinstance(m, int) and m <= _FEW_ROWS
+    few_rows = isinstance(m, int) and m <= FEW_ROWS
     steps = (m, 1 if few_rows else spec.scaling.row_multiple), (n, FP8_ALIGNMENT), (k, FP8_ALIGNMENT)
     more_m, more_n, more_k = (-(-size // step) * step - size for size, step in steps)
     if not (more_m or more_n or more_k):
