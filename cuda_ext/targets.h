@@ -4,6 +4,7 @@
 #define TE_JAX_TARGETS(X)                     \
   X(te_gemm)                                  \
   X(te_gemm_sum)                              \
+  X(te_symmetric_gemm)                        \
   X(te_all_gather_gemm)                       \
   X(te_gemm_reduce_scatter)                   \
   X(te_softmax_cross_entropy_statistics)      \

@@ -1,4 +1,4 @@
-// wgmma of operands that are both in shared memory: 64 × 128 accumulators over 32 bytes of k, FP8 or bfloat16.
+// wgmma of operands that are both in shared memory: 64 × 128 accumulators over 32 bytes of k, FP8 or of 16 bits.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 namespace te::gemm::hopper {
 
 // Formats of the two operands.
-enum class Formats { kE4M3E4M3, kE5M2E4M3, kE4M3E5M2, kBFloat16 };
+enum class Formats { kE4M3E4M3, kE5M2E4M3, kE4M3E5M2, kBFloat16, kFloat16 };
 
-constexpr int BytesOf(Formats formats) { return formats == Formats::kBFloat16 ? 2 : 1; }
+constexpr int BytesOf(Formats formats) { return formats == Formats::kBFloat16 || formats == Formats::kFloat16 ? 2 : 1; }
 
 #define TE_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TE_F16(d, i) TE_F4(d, i), TE_F4(d, i + 4), TE_F4(d, i + 8), TE_F4(d, i + 12)
@@ -31,19 +31,21 @@ constexpr int BytesOf(Formats formats) { return formats == Formats::kBFloat16 ? 
 // d = a · b, + d where add. Only 16-bit operands may have the summed values first.
 template <Formats kFormats, bool kASummedFirst = false, bool kBSummedFirst = false>
 __device__ __forceinline__ void Wgmma(float (&d)[64], uint64_t a, uint64_t b, bool add) {
-  static_assert(kFormats == Formats::kBFloat16 ? kASummedFirst <= kBSummedFirst : !kASummedFirst && !kBSummedFirst);
+  static_assert(BytesOf(kFormats) == 2 ? kASummedFirst <= kBSummedFirst : !kASummedFirst && !kBSummedFirst);
   if constexpr (kFormats == Formats::kE4M3E4M3) TE_WGMMA("k32", "e4m3.e4m3", "");
   if constexpr (kFormats == Formats::kE5M2E4M3) TE_WGMMA("k32", "e5m2.e4m3", "");
   if constexpr (kFormats == Formats::kE4M3E5M2) TE_WGMMA("k32", "e4m3.e5m2", "");
-  if constexpr (kFormats == Formats::kBFloat16) {
-    if constexpr (kASummedFirst) {
-      TE_WGMMA("k16", "bf16.bf16", ", 1, 1");
-    } else if constexpr (kBSummedFirst) {
-      TE_WGMMA("k16", "bf16.bf16", ", 0, 1");
-    } else {
-      TE_WGMMA("k16", "bf16.bf16", ", 0, 0");
-    }
+#define TE_WGMMA_16(formats)            \
+  if constexpr (kASummedFirst) {        \
+    TE_WGMMA("k16", formats, ", 1, 1"); \
+  } else if constexpr (kBSummedFirst) { \
+    TE_WGMMA("k16", formats, ", 0, 1"); \
+  } else {                              \
+    TE_WGMMA("k16", formats, ", 0, 0"); \
   }
+  if constexpr (kFormats == Formats::kBFloat16) TE_WGMMA_16("bf16.bf16")
+  if constexpr (kFormats == Formats::kFloat16) TE_WGMMA_16("f16.f16")
+#undef TE_WGMMA_16
 }
 
 #undef TE_WGMMA

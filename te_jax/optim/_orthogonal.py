@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from te_jax import native
+from te_jax.optim._symmetric import dot, polynomial, symmetric_gemm, wide
+
 Coefficients = tuple[tuple[float, float, float], ...]
 
 MUON: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
@@ -16,7 +19,9 @@ grow with every iteration: three and two are as exact as each by itself, two and
 are 0.2 off."""
 
 
-def orthogonalize(x: Array, coefficients: Coefficients = MUON) -> Array:
+def orthogonalize(
+    x: Array, coefficients: Coefficients = MUON, *, implementation: native.Implementation | None = None
+) -> Array:
     """U·f(S)·Vᵀ of a matrix U·S·Vᵀ, where f takes all but tiny singular values to about 1.
 
     Each iteration takes X to p(X·Xᵀ)·X with p(A) = a + b·A + c·A². In matrices much longer than wide, products with X
@@ -26,6 +31,8 @@ def orthogonalize(x: Array, coefficients: Coefficients = MUON) -> Array:
     Args:
       x: [m, n], float16, of magnitudes up to 1. Zeros stay zeros.
       coefficients: (a, b, c) of each iteration.
+      implementation: of products whose results are symmetric: see `te_jax.ops.gemm`. By default a GPU takes the native
+        kernel where it is faster.
 
     Returns:
       float16 [m, n]; NaN where an x is.
@@ -33,12 +40,13 @@ def orthogonalize(x: Array, coefficients: Coefficients = MUON) -> Array:
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon.
     """
-    wide = _wide(x)
+    of_x = wide(x)
     # Rounded to eight bits, for sums in another order, as XLA has them in other programs, to be the same.
-    norm = lax.reduce_precision(jnp.sqrt(jnp.sum(wide * wide)), 8, 7)
-    x = (wide / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)).astype(x.dtype)
+    norm = lax.reduce_precision(jnp.sqrt(jnp.sum(of_x * of_x)), 8, 7)
+    x = (of_x / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)).astype(x.dtype)
     for segment in _segments(x.shape, len(coefficients)):
-        x = _times(_polynomials(_gram(x), coefficients[segment]), x)
+        gram = symmetric_gemm(x, x, over_rows=not _is_wide(x), implementation=implementation)
+        x = _times(_polynomials(gram, coefficients[segment], implementation), x)
     return x
 
 
@@ -58,45 +66,22 @@ def _segments(shape: tuple[int, ...], iterations: int) -> list[slice]:
     return [slice(first, min(first + length, iterations)) for first in range(0, iterations, length)]
 
 
-def _polynomials(gram: Array, coefficients: Coefficients) -> Array:
-    """The product of the polynomials of iterations that begin with this X·Xᵀ."""
+def _polynomials(gram: Array, coefficients: Coefficients, implementation: native.Implementation | None) -> Array:
+    """The product of the polynomials of iterations that begin with this X·Xᵀ. All are symmetric, and commute."""
     product = jnp.zeros(())  # of none yet
-    identity = jnp.eye(len(gram), dtype=jnp.float32)
-    for i, (a, b, c) in enumerate(coefficients):
-        squared = _dot(gram, gram)
-        # Added up in float32, for the terms cancel.
-        polynomial = (a * identity + (_exactly(b * _wide(gram)) + _exactly(c * _wide(squared)))).astype(gram.dtype)
-        product = _dot(polynomial, product) if i else polynomial
+    for i, constants in enumerate(coefficients):
+        factor = polynomial(gram, constants, implementation)
+        product = symmetric_gemm(factor, product, implementation=implementation) if i else factor
         if i + 1 < len(coefficients):
-            gram = _dot(_dot(polynomial, gram), polynomial)
+            half = symmetric_gemm(factor, gram, implementation=implementation)
+            gram = symmetric_gemm(half, factor, implementation=implementation)
     return product
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
-
-
-def _exactly(x: Array) -> Array:
-    """A product as one number, which is not added to another in one operation: XLA does so in some programs."""
-    return lax.reduce_precision(x, 8, 22)
 
 
 def _is_wide(x: Array) -> bool:
     return x.shape[0] <= x.shape[1]
 
 
-def _gram(x: Array) -> Array:
-    """X·Xᵀ, or Xᵀ·X where that is smaller."""
-    return _dot(x, x, (1, 1) if _is_wide(x) else (0, 0))
-
-
 def _times(product: Array, x: Array) -> Array:
-    """A polynomial of `_gram(x)`, and so symmetric, times X from its side."""
-    return _dot(product, x) if _is_wide(x) else _dot(x, product)
-
-
-def _dot(lhs: Array, rhs: Array, contracting: tuple[int, int] = (1, 0)) -> Array:
-    """In the dtype of lhs; sums are float32."""
-    return lax.dot_general(
-        lhs, rhs, (((contracting[0],), (contracting[1],)), ((), ())), preferred_element_type=lhs.dtype
-    )
+    """A polynomial of X·Xᵀ, or of Xᵀ·X where that is smaller, times X from its side."""
+    return dot(product, x) if _is_wide(x) else dot(x, product)

@@ -187,6 +187,15 @@ def gemm_sum(draw: Draw) -> Call:
     return Call("te_gemm_sum", operands, [((m, n), draw.one(WIDE))], {})
 
 
+def symmetric_gemm(draw: Draw) -> Call:
+    dtype, first = draw.one([BF16, F16]), draw.chance(0.5)
+    count, m, k = draw.extent(), draw.extent(), max(draw.extent(), 1)
+    operand = ((count, *((k, m) if first else (m, k))), dtype)
+    attributes = {"summed_first": first} | {name: draw.one([0.0, 1.0, -2.5]) for name in ("alpha", "beta", "diagonal")}
+    c = present(draw, ((count, m, m), dtype))
+    return Call("te_symmetric_gemm", [operand, operand, c], [((count, m, m), dtype)], attributes)
+
+
 def grouped_gemm(draw: Draw) -> Call:
     scaling = draw.one(["none", "none", "tensor", "row", "block"])
     plain, batch, sums = scaling == "none", draw.shape(1), draw.chance(0.5)
@@ -610,7 +619,19 @@ def fits(array: Array) -> bool:
 def draw_call(seed: int, number: int) -> tuple[Call, Draw]:
     draw = Draw(seed, number)
     make: Callable[[Draw], Call] = draw.one(
-        [gemm, gemm, gemm_sum, grouped_gemm, quantization, activation, norm, cross_entropy, offload, *(collective,) * 2]
+        [
+            gemm,
+            gemm,
+            gemm_sum,
+            symmetric_gemm,
+            grouped_gemm,
+            quantization,
+            activation,
+            norm,
+            cross_entropy,
+            offload,
+            *(collective,) * 2,
+        ]
     )
     while True:
         call = make(draw)

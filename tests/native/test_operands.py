@@ -50,6 +50,11 @@ CALLS = {
         {"d": X},
         {},
     ),
+    "te_symmetric_gemm": (
+        dict.fromkeys("abc", ((1, N, N), jnp.float16)),
+        {"d": ((1, N, N), jnp.float16)},
+        {"summed_first": False, "alpha": 1.0, "beta": 1.0, "diagonal": 0.0},
+    ),
     "te_grouped_gemm": (
         {"a": CODES, "b": ((1, N, N), E4M3), "a_scale_inv": BLOCKS, "b_scale_inv": SQUARE, "bounds": ((1, 2), S32)}
         | {"second_a": CODES, "second_b": ((1, N, N), E4M3), "second_a_scale_inv": BLOCKS}

@@ -34,11 +34,12 @@ _KERNELS = {
     "GradientOnStretches": 4,
     "Multiply": 76,
     "MultiplyFewRows": 9,
+    "MultiplyLowerTiles": 4,
     "SumParts": 3,
     "FillPlain": 3,
     "FillFp8": 2,
 }
-_FLOAT16 = {"SumParts": 1, "FillPlain": 1}  # of products of plain operands
+_FLOAT16 = {"SumParts": 1, "FillPlain": 1, "MultiplyLowerTiles": 2}  # of products of plain operands
 
 
 def _kernels(content):
