@@ -32,7 +32,7 @@ inline constexpr int kGroups = 2, kThreads = 128 * (kGroups + 1);
 
 struct Shared {
   uint8_t operands[kStages][2][2][kBoxBytes];  // two boxes of a, and of b
-  uint8_t staging[kGroups][2][kBoxBytes];  // of a warpgroup: a box of d, and its mirror
+  uint8_t staging[kGroups][2][kBoxBytes];      // of a warpgroup: a box of d, and its mirror
   uint64_t full[kStages], empty[kStages], order[kGroups];
 };
 static_assert(sizeof(Shared) <= kSharedBytes);
@@ -184,8 +184,8 @@ __device__ __forceinline__ void Feed(const Arguments& args, Shared& shared, int 
       for (int box = 0; box < 2; ++box) {
         auto load = [&](int operand, const CUtensorMap* map, int first) {
           const int at = first + box * kBox, k = step * kBox;
-          LoadBox(SharedAddress(shared.operands[stage][operand][box]), map, kSummedFirst ? at : k, kSummedFirst ? k : at,
-                  tile.product, full);
+          LoadBox(SharedAddress(shared.operands[stage][operand][box]), map, kSummedFirst ? at : k,
+                  kSummedFirst ? k : at, tile.product, full);
         };
         load(0, &args.a, tile.row);
         load(1, &args.b, tile.column);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void Multiply(const Arguments& args, Shared& shared, 
   constexpr uint32_t kOperand = 2 * kBoxBytes >> 4, kStage = 2 * kOperand;
   uint32_t stage = 0, parity = 0, turn = group ^ 1;  // the first turn of the first warpgroup is at once
   auto release = [&](uint32_t of_stage) {
-    if (lane == 0) BarrierArrive(SharedAddress(&shared.empty[of_stage]));
+    if (lane == 0) BarrierArriveHere(SharedAddress(&shared.empty[of_stage]));
   };
   auto skip_other = [&] {  // its stages
     const uint32_t to = stage + steps, rounds = to / kStages;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void Multiply(const Arguments& args, Shared& shared, 
       if (step > 0) release(stage == 0 ? kStages - 1 : stage - 1);
       if (++stage == kStages) stage = 0, parity ^= 1;
     }
-    if (lane == 0) BarrierArrive(SharedAddress(&shared.order[group ^ 1]));
+    if (lane == 0) BarrierArriveHere(SharedAddress(&shared.order[group ^ 1]));
     __syncwarp();
     WgmmaWait<0>();
     release(stage == 0 ? kStages - 1 : stage - 1);
