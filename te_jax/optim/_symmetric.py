@@ -32,7 +32,7 @@ def symmetric_gemm(
     """
     m, k = a.shape[::-1] if over_rows else a.shape
     if runs_native(m, k, implementation):
-        return _te_symmetric_gemm(a, b, summed_first=over_rows, alpha=1.0, beta=0.0, diagonal=0.0)
+        return _te_symmetric_gemm(a, b, summed_first=over_rows)
     return dot(a, b, (0, 0) if over_rows else (1, 1))
 
 
@@ -41,7 +41,7 @@ def polynomial(x: Array, constants: tuple[float, float, float], implementation: 
     they cancel."""
     a, b, c = constants
     if runs_native(len(x), len(x), implementation):
-        return _te_symmetric_gemm(x, x, x, summed_first=False, alpha=float(c), beta=float(b), diagonal=float(a))
+        return _te_symmetric_gemm(x, x, x, alpha=float(c), beta=float(b), diagonal=float(a))
     squared, identity = dot(x, x), jnp.eye(len(x), dtype=jnp.float32)
     return (a * identity + (_exactly(b * wide(x)) + _exactly(c * wide(squared)))).astype(x.dtype)
 
@@ -63,8 +63,24 @@ def _exactly(x: Array) -> Array:
     return lax.reduce_precision(x, 8, 22)
 
 
-def _te_symmetric_gemm(a: Array, b: Array, c: Array | None = None, **attributes: float | bool) -> Array:
+def _te_symmetric_gemm(
+    a: Array,
+    b: Array,
+    c: Array | None = None,
+    *,
+    summed_first: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+) -> Array:
     operands = {"a": a[None], "b": b[None]} | ({} if c is None else {"c": c[None]})
-    rows = a.shape[1] if attributes["summed_first"] else a.shape[0]
-    d = jax.ShapeDtypeStruct((1, rows, rows), a.dtype)
-    return native.call("te_symmetric_gemm", {"d": d}, operands, **attributes)[0][0]
+    rows = a.shape[1 if summed_first else 0]
+    return native.call(
+        "te_symmetric_gemm",
+        {"d": jax.ShapeDtypeStruct((1, rows, rows), a.dtype)},
+        operands,
+        summed_first=summed_first,
+        alpha=alpha,
+        beta=beta,
+        diagonal=diagonal,
+    )[0][0]
