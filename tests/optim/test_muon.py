@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 
 from te_jax import optim
 from te_jax.hlo import collectives
+from te_jax.optim import _symmetric
 from te_jax.optim._orthogonal import MUON, _segments, flops, orthogonalize
 from te_jax.testing import relative_error
 
@@ -198,6 +199,22 @@ def test_the_same_bits_by_one_exchange_each_way(mesh_name, way, require_devices,
     split = sum(axis is not None for axis in MESHES[mesh_name][1])
     most = 2 * 2 * (2 * 64 * 256 + 2 * 64 * 128) * split
     assert most / 2 <= moved <= most
+
+
+@pytest.mark.parametrize("way", ["auto", "shard_map"])
+def test_the_same_bits_by_products_of_lower_triangles(way, require_devices, native_kernels, monkeypatch, rng):
+    require_devices(8)
+    monkeypatch.setattr(_symmetric, "runs_native", lambda *_: True)
+    original = _symmetric._te_symmetric_gemm
+    gradients = {name: x for name, x in draw(rng).items() if name in MATRICES}
+    calls = []
+    monkeypatch.setattr(_symmetric, "_te_symmetric_gemm", lambda *a, **k: calls.append(1) or original(*a, **k))
+    expected, _ = steps(optim.scale_by_muon(), gradients, [gradients])
+    whole = len(calls)
+    updates, _ = divided(way, "rows", optim.scale_by_muon, gradients)
+    assert len(calls) > whole > 0
+    for name, x in updates.items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
 def test_factors_are_those_of_whole_matrices(require_devices, rng):
