@@ -28,9 +28,9 @@ def biases(rng):
 def deepseek_v2(logits):
     scores = np.exp(logits) / np.exp(logits).sum()
     groups = scores.reshape(4, -1)
-    allowed = np.argsort(-groups.max(axis=1))[:3]
+    allowed = oracle.highest(groups.max(axis=1), 3)
     masked = np.where(np.isin(np.arange(4), allowed)[:, None], groups, 0).reshape(-1)
-    experts = np.argsort(-masked)[:4]
+    experts = oracle.highest(masked, 4)
     return experts, 16 * scores[experts]
 
 
