@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from te_jax._core.terminal import key_values, reason_of
 from te_jax.cli._options import path
-from te_jax.cli.errors import UserError
+from te_jax.cli.errors import UserError, guess
 
 if TYPE_CHECKING:
     from benchmarks.harness import Family
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     family = _family(args.family) if args.family in names else None
     if family is None:
-        raise UserError(f"no benchmark family is called {args.family!r}; `te-jax bench` lists them")
+        meant = guess(args.family, names)
+        raise UserError(f"no benchmark family is called {args.family!r}{meant}; `te-jax bench` lists them")
     for option, folder in (("--output", args.output), ("--profile", args.profile)):
         if folder is not None:
             _check_writable(option, folder)

@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def choose(option: str, value: str, known: Collection[str]) -> None:
     """Raises UserError unless an option's value is one of those that there are."""
     if value not in known:
-        raise UserError(f"--{option} {value} is unknown: choose one of {', '.join(known)}")
+        raise UserError(f"--{option} {value} is unknown{guess(value, known)}: choose one of {', '.join(known)}")
 
 
 def guess(word: str, known: Collection[str]) -> str:

@@ -115,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
             name, word, known = choice.groups()
             known = [each.strip(" '") for each in known.split(",")]
             named = word if name == "COMMAND" else f"{name} {word}"
-            message = f"{named} is unknown: choose one of {', '.join(known)}"
+            message = f"{named} is unknown{guess(word, known)}: choose one of {', '.join(known)}"
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 

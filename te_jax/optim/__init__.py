@@ -1,5 +1,7 @@
 """Adam and Muon with states in few bytes, as optax transforms."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 try:
     import optax  # noqa: F401
 except ModuleNotFoundError as error:
@@ -7,6 +9,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('te_jax.optim needs optax, which is not installed: pip install "optax>=0.2.6"') from error
 
+from te_jax._core import transformer_engine
 from te_jax.optim._adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from te_jax.optim._buckets import Buckets, Packed
 from te_jax.optim._convert import convert_state
@@ -50,3 +53,8 @@ __all__ = [
     "skip_nonfinite",
     "weights",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        raise transformer_engine.missing(__name__, name)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_a_family_whose_package_is_missing_is_listed_and_refused_in_a_sentence(m
 
 @pytest.mark.parametrize("name", ["nope", "harness", "os.path", ""])
 def test_an_unknown_family_is_refused(name):
+    with pytest.raises(UserError, match=re.escape("is called 'stepp' (did you mean step?); `te-jax bench` lists them")):
+        run("stepp")
     with pytest.raises(UserError, match="no benchmark family is called"):
         run(name)
 

@@ -41,6 +41,8 @@ def test_version(capsys):
     [
         ([], "COMMAND"),
         (["fly"], "fly is unknown: choose one of train, plot, "),
+        (["trian"], "trian is unknown (did you mean train?): choose one of train, plot, "),
+        (["train", "--preset", "tny"], "--preset tny is unknown (did you mean tiny?): choose one of nano, "),
         (["train", "--receipe", "block"], "--receipe is unknown (did you mean --recipe?); see `te-jax train --help`"),
         (["plot", "here", "there"], "there is unknown; see `te-jax plot --help`"),
         (["train", "--steps", "many"], "--steps"),

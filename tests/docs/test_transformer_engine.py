@@ -10,6 +10,7 @@ import pytest
 
 import te_jax.flax
 import te_jax.nnx
+import te_jax.optim
 from te_jax import recipe
 from te_jax._core.transformer_engine import NAMES
 from te_jax.testing import assert_close
@@ -184,7 +185,7 @@ def test_names_of_transformer_engine_end_in_errors_that_name_ours(name):
     assert re.search(rf"`(?:\w+\.)*{name}\b", page)
     for each in re.findall(r"te_jax(?:\.\w+)+", ours):
         resolve(each)
-    modules = [module for module in (te_jax, recipe, te_jax.flax, te_jax.nnx) if name not in dir(module)]
+    modules = [module for module in (te_jax, recipe, te_jax.flax, te_jax.nnx, te_jax.optim) if name not in dir(module)]
     assert modules
     hint = re.escape(f": in place of TransformerEngine's {name} use {ours}; see docs/transformer_engine.md")
     for module in modules:
