@@ -2,8 +2,8 @@
 //
 //   D[m, m] = alpha · Σ_k A[m, k] B[m, k] + beta · C[m, m] + diagonal · I
 //
-// as A Aᵀ is, and the product of two symmetric matrices that commute. Values are read as they are, of the lower
-// triangle alone, and the upper one is its mirror, bit for bit. Sums are float32.
+// as A Aᵀ is, and the product of two symmetric matrices that commute. The lower triangle is computed, from that of C,
+// and the upper one is its mirror, bit for bit. Sums are float32.
 #pragma once
 
 #include <cstdint>
