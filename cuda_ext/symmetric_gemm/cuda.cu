@@ -137,7 +137,7 @@ __device__ __forceinline__ void Store(const Arguments& args, float (&total)[2][6
       if (is_first) BulkWaitRead();
       SyncGroup(group);
       if (is_masked) {
-        // Of a box on the diagonal, what lies above it is what lies below.
+        // In a box on the diagonal of d, values above the diagonal are copies of those below it.
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
 #pragma unroll

@@ -31,8 +31,7 @@ def orthogonalize(
     Args:
       x: [m, n], float16, of magnitudes up to 1. Zeros stay zeros.
       coefficients: (a, b, c) of each iteration.
-      implementation: of products whose results are symmetric: see `te_jax.ops.gemm`. By default a GPU takes the native
-        kernel where it is faster.
+      implementation: of products whose results are symmetric: see `te_jax.ops.gemm`. By default XLA's.
 
     Returns:
       float16 [m, n]; NaN where an x is.

@@ -70,7 +70,7 @@ def test_quantized_results(shape, dtype, rng):
     ("pair", "copies"),
     [
         *itertools.product(("tensor", "1x128"), ("data", "transposed")),
-        # Of the other copies XLA normalizes one or both, which rounds otherwise.
+        # For the other pairs XLA normalizes one copy or both, and rounds differently.
         ("1x128 and square", "transposed"),
         ("square and 1x128", "transposed"),
     ],

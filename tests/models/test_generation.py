@@ -114,6 +114,7 @@ def test_as_few_tokens_as_have_top_p_are_drawn_among_equal_ones(top_p, kept):
 @pytest.mark.parametrize("changes", [{}, {"window": 3}, {"recipe": BlockScaling(), "dtype": "bfloat16"}])
 def test_prompts_of_several_lengths_go_on_as_each_by_itself(changes, params, rng):
     config, lengths = dataclasses.replace(CONFIG, **changes), [2, 5, 1]
+    in_16_bits = 6e-2 if jax.default_backend() == "gpu" else 2e-2
     tokens = rng.integers(0, 256, (3, 5))
     run = jax.jit(functools.partial(generate, config=config, max_new_tokens=6, return_log_probs=True))
     found, log_probs = run(params, tokens, lengths=np.array(lengths))
@@ -122,7 +123,7 @@ def test_prompts_of_several_lengths_go_on_as_each_by_itself(changes, params, rng
             params, tokens[row : row + 1, :length], config, max_new_tokens=6, return_log_probs=True
         )
         np.testing.assert_array_equal(found[row], alone[0])
-        np.testing.assert_allclose(log_probs[row], of_alone[0], atol=6e-2 if changes.get("dtype") else 1e-5)
+        np.testing.assert_allclose(log_probs[row], of_alone[0], atol=in_16_bits if changes.get("dtype") else 1e-5)
 
 
 @pytest.mark.parametrize("lengths", [None, np.array([2, 5])])

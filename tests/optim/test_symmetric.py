@@ -12,7 +12,7 @@ from te_jax import native
 from te_jax.optim import _orthogonal, _symmetric
 from te_jax.testing import relative_error
 
-# Of rows and summed values; on a GPU tiles of 128 rows, some bands of eight of them, and steps of 64 values.
+# (m, k). On a GPU: one tile of 128 rows and several, more than a band of eight tiles, and k of one step of 64 and more.
 SHAPES = ((128, 64), (256, 8), (384, 456), (1152, 128)) if jax.default_backend() == "gpu" else ((128, 64), (40, 24))
 
 
@@ -37,7 +37,7 @@ def call(a, b, c=None, *, summed_first=False, alpha=1.0, beta=0.0, diagonal=0.0)
 
 
 def exact(a, b, c=None, *, summed_first=False, alpha=1.0, beta=0.0, diagonal=0.0):
-    """Of the lower triangle, twice."""
+    """The lower triangle and its mirror, in float64."""
     a, b = (np.asarray(x, np.float64) for x in (a, b))
     d = alpha * np.einsum("ikm,ikn->imn" if summed_first else "imk,ink->imn", a, b)
     d += (0 if c is None else beta * np.asarray(c, np.float64)) + diagonal * np.eye(d.shape[1])
@@ -95,8 +95,10 @@ def test_orthogonal_factors(shape, native_kernels, rng):
     assert relative_error(found, wanted) < 0.01
 
 
-def test_a_gpu_computes_the_lower_triangle_where_that_is_faster(report_gpus):
-    """Of the Gram form of three and two iterations 16 products are symmetric, and two are not."""
+@pytest.mark.parametrize("by_default", [True, False])
+def test_a_gpu_computes_the_lower_triangle_where_that_is_faster(by_default, report_gpus, monkeypatch):
+    """Five iterations in Gram form have 16 symmetric products, and two others."""
+    monkeypatch.setattr(_symmetric, "_BY_DEFAULT", by_default)
     count = {}
     for capability, shape in (
         ("9.0", (4096, 14336)),
@@ -105,9 +107,10 @@ def test_a_gpu_computes_the_lower_triangle_where_that_is_faster(report_gpus):
         ("8.0", (4096,) * 2),
     ):
         report_gpus(capability)
-        text = jax.jit(_orthogonal.orthogonalize).lower(jax.ShapeDtypeStruct(shape, jnp.float16)).as_text()
+        text = jax.jit(lambda x: _orthogonal.orthogonalize(x)).lower(jax.ShapeDtypeStruct(shape, jnp.float16)).as_text()
         count[capability, shape] = len(re.findall(r"custom_call @te_symmetric_gemm", text)), text.count("dot_general")
-    assert list(count.values()) == [(16, 2), (16, 2), (0, 18), (0, 15)]
+    of_large = (16, 2) if by_default else (0, 18)
+    assert list(count.values()) == [of_large, of_large, (0, 18), (0, 15)]
 
 
 D = jax.ShapeDtypeStruct((1, 128, 128), jnp.float16)
