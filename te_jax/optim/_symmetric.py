@@ -10,7 +10,8 @@ from te_jax import native
 
 _LEAST_ROWS = 2560
 """From so many on the tiles of the triangle take at most two thirds of the rounds of an H100's or H200's
-multiprocessors that all tiles take. The prototype took 0.58 to 0.65 of cuBLASLt's time with 4096 rows, and 1.4 with 1024."""
+multiprocessors that all tiles take. The prototype took 0.58 to 0.65 of cuBLASLt's time with 4096 rows, and 1.4 with
+1024."""
 
 _ROW_MULTIPLE, _SUMMED_MULTIPLE = 128, 8
 
