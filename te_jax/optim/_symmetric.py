@@ -15,9 +15,6 @@ multiprocessors that all tiles take. The prototype took 0.58 to 0.65 of cuBLASLt
 
 _ROW_MULTIPLE, _SUMMED_MULTIPLE = 128, 8
 
-_BY_DEFAULT = False
-"""No GPU has run the kernel of the package yet, only its prototype: until one has, XLA computes these products."""
-
 
 def runs_native(rows: int, summed: int, implementation: native.Implementation | None) -> bool:
     """Whether the kernel computes results [rows, rows], each a sum over so many values: where it is named, and by
@@ -25,7 +22,7 @@ def runs_native(rows: int, summed: int, implementation: native.Implementation | 
     if implementation is not None:
         return native.use_native(implementation, products=True)
     fits = rows >= _LEAST_ROWS and rows % _ROW_MULTIPLE == 0 and summed % _SUMMED_MULTIPLE == 0
-    return _BY_DEFAULT and fits and native.compute_capability() == (9, 0) and native.use_native(None, products=True)
+    return fits and native.compute_capability() == (9, 0) and native.use_native(None, products=True)
 
 
 def symmetric_gemm(

@@ -95,10 +95,8 @@ def test_orthogonal_factors(shape, native_kernels, rng):
     assert relative_error(found, wanted) < 0.01
 
 
-@pytest.mark.parametrize("by_default", [True, False])
-def test_a_gpu_computes_the_lower_triangle_where_that_is_faster(by_default, report_gpus, monkeypatch):
+def test_a_gpu_computes_the_lower_triangle_where_that_is_faster(report_gpus):
     """Five iterations in Gram form have 16 symmetric products, and two others."""
-    monkeypatch.setattr(_symmetric, "_BY_DEFAULT", by_default)
     count = {}
     for capability, shape in (
         ("9.0", (4096, 14336)),
@@ -109,8 +107,7 @@ def test_a_gpu_computes_the_lower_triangle_where_that_is_faster(by_default, repo
         report_gpus(capability)
         text = jax.jit(lambda x: _orthogonal.orthogonalize(x)).lower(jax.ShapeDtypeStruct(shape, jnp.float16)).as_text()
         count[capability, shape] = len(re.findall(r"custom_call @te_symmetric_gemm", text)), text.count("dot_general")
-    of_large = (16, 2) if by_default else (0, 18)
-    assert list(count.values()) == [of_large, of_large, (0, 18), (0, 15)]
+    assert list(count.values()) == [(16, 2), (16, 2), (0, 18), (0, 15)]
 
 
 D = jax.ShapeDtypeStruct((1, 128, 128), jnp.float16)
