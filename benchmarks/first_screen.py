@@ -13,6 +13,7 @@ CASE = "8b-8x1x8192"
 LABEL = "Train step of a Llama in plain Flax NNX, 8 layers of Llama 3 8B, 8192 tokens, AdamW"
 BARS = (
     ("plain JAX, bfloat16", "nnx"),
+    ("plain JAX, Flax's FP8", "flax_fp8"),
     ("te_jax: one change", "nnx_convert"),
     ("te_jax: three changes", "nnx_loss"),
     ("te_jax: six changes", "nnx_attention"),
@@ -35,14 +36,15 @@ def two_panels(document: dict[str, Any]) -> str:
     if plain is None:
         raise ValueError(f"{document['family']} has no {BARS[0][1]} of {CASE}, which the first screen's figure shows")
     bars = [(words, rows[name]) for words, name in BARS if name in rows]
+    styles = ["te" if words.startswith("te_jax") else "peer" for words, _ in bars]
     speeds = [plain["median_ms"] / row["median_ms"] for _, row in bars]
     gigabytes = [row["peak_bytes"] / 1e9 for _, row in bars]
     losses = [row["losses"] for _, row in bars if row.get("losses")]
     middles = [_TOP + place * (_BAR + _GAP) + 19 for place in range(len(bars))]
     shapes = [
         *(_text(_SPEED - 10, y, words, anchor="end") for y, (words, _) in zip(middles, bars, strict=True)),
-        *_panel("× as fast", "higher is better", _SPEED, speeds, "{:.2f}×"),
-        *_panel("GB of memory", "lower is better", _MEMORY, gigabytes, "{:.1f}"),
+        *_panel("× as fast", "higher is better", _SPEED, styles, speeds, "{:.2f}×"),
+        *_panel("GB of memory", "lower is better", _MEMORY, styles, gigabytes, "{:.1f}"),
     ]
     if len(losses) == len(bars):
         shapes += [
@@ -61,11 +63,11 @@ def two_panels(document: dict[str, Any]) -> str:
     )
 
 
-def _panel(title: str, better: str, x: int, values: Sequence[float], form: str) -> list[str]:
-    """Headings, and bars as long as their values, the first of them that of the peer."""
+def _panel(title: str, better: str, x: int, styles: Sequence[str], values: Sequence[float], form: str) -> list[str]:
+    """Headings, and bars as long as their values."""
     shapes = [_text(x, 16, title, "title"), _text(x, 38, better, "small")]
-    for place, value in enumerate(values):
-        length, style = _LENGTH * value / max(values), "te" if place else "peer"
+    for place, (style, value) in enumerate(zip(styles, values, strict=True)):
+        length = _LENGTH * value / max(values)
         y = _TOP + place * (_BAR + _GAP)
         shapes.append(f'<rect class="{style}" x="{x}" y="{y}" width="{length:.1f}" height="{_BAR}" rx="2"/>')
         shapes.append(_text(round(x + length + 6), y + 19, form.format(value)))

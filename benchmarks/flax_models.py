@@ -11,8 +11,8 @@ attention is cuDNN's (XLA's on a CPU), layers are a list. Implementations, each 
   `master_dtype="int16"`. …_attention, of NNX: with `te_jax.ops.attention` in the place of JAX's, which takes
   FlashAttention 3 where it is installed.
 - …_blocks: …_loss with `TransformerBlock` in the place of the user's blocks.
-- bf16, bf16_scan, te_jax_block_fp8_head: those of `benchmarks.step`, for the same parameters. The losses of all others
-  are checked against the first one's.
+- bf16, bf16_scan, flax_fp8, te_jax_block_fp8_head: those of `benchmarks.step`, for the same parameters. The losses of
+  all others are checked against the first one's.
 
 With several microbatches a `lax.scan` adds up gradients; …_loss and …_blocks quantize kernels once a step for all of
 them, by `quantize_kernels` and `accumulate_gradients` of te_jax. Steps are enqueued as in `benchmarks.step`.
@@ -50,7 +50,7 @@ _CHANGES = ("convert", "adam", "loss", "logits", "params", "attention")
 _OF = {"nnx": (*_CHANGES, "blocks"), "linen": (*_CHANGES[:3], "blocks")}
 _NAMES = {library: (library, *(f"{library}_{change}" for change in changes)) for library, changes in _OF.items()}
 _WAITING = ("nnx", "nnx_loss", "nnx_blocks")
-_REFERENCES = ("bf16", "bf16_scan", "te_jax_block_fp8_head")
+_REFERENCES = ("bf16", "bf16_scan", "flax_fp8", "te_jax_block_fp8_head")
 TENSOR_AXIS = "tensor"
 IMPLEMENTATIONS = (*_REFERENCES, *_NAMES["nnx"], *_NAMES["linen"])
 _EPSILON, _ROPE_THETA = 1e-5, 500_000.0

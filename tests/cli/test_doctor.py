@@ -22,7 +22,7 @@ def report(**changes):
     facts = {
         "python": "3.12.3 (Linux)",
         "versions": {
-            "te_jax": "0.2.0",
+            "te_jax": "0.3.0",
             "jax": "0.11.2",
             "jaxlib": "0.11.2",
             "numpy": "2.4.0",
@@ -60,7 +60,7 @@ def cpu():
 
 
 def extension(platform, problem=None):
-    build = {"version": "0.2.0", "cuda runtime": "13.0"}
+    build = {"version": "0.3.0", "cuda runtime": "13.0"}
     loaded = problem is None
     return native.ExtensionStatus(platform, f"te_jax._te_{platform}", loaded, loaded, problem, (0, 3), build)
 
@@ -69,7 +69,7 @@ def test_the_text_has_every_fact():
     assert doctor.as_text(report()).splitlines() == [
         "Versions",
         "  python             3.12.3 (Linux)",
-        "  te_jax             0.2.0",
+        "  te_jax             0.3.0",
         "  jax                0.11.2",
         "  jaxlib             0.11.2",
         "  numpy              2.4.0",
@@ -99,11 +99,11 @@ def test_the_text_has_every_fact():
         "  FFI API of the installed jaxlib: 0.3",
         "  te_jax._te_cpu (cpu): loaded",
         "    built for FFI API  0.3",
-        "    version            0.2.0",
+        "    version            0.3.0",
         "    cuda runtime       13.0",
         "  te_jax._te_cuda (cuda): loaded",
         "    built for FFI API  0.3",
-        "    version            0.2.0",
+        "    version            0.3.0",
         "    cuda runtime       13.0",
         "",
         "Peer access between GPUs",
