@@ -93,7 +93,7 @@ journey: $(PACKAGE) $(TOOLS)
 	PYTHONPATH=. $(PY) tests/gpu/journey $(ARGS)
 
 bench: $(PACKAGE) $(TOOLS)
-	for family in softmax_cross_entropy quantize norm activation gemm dense layer moe adam interconnect collective_matmul transformer; do $(PY) -m te_jax.cli bench $$family || exit; done
+	for family in $$($(PY) -m te_jax.cli bench | sed -n 's/^  \([a-z0-9_]*\) .*/\1/p'); do $(PY) -m te_jax.cli bench $$family || exit; done
 
 lint: $(PACKAGE) $(TOOLS)
 	$(PY) -m ruff check .
