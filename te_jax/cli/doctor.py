@@ -350,7 +350,7 @@ def _cuda_backend_error() -> str | None:
 def _package_advice(report: Report) -> list[Advice]:
     advice = []
     if report.versions.get("te_jax") is None:
-        advice.append(Advice("te_jax is not installed as a package", "pip install .    (in the checkout)"))
+        advice.append(Advice("te_jax is not installed as a package", "pip install -e .    (in the checkout)"))
     if report.versions.get("jax") is None or report.versions.get("jaxlib") is None:
         advice.append(Advice("jax or jaxlib is not installed", 'pip install "jax>=0.10.2,<0.13"'))
     elif report.backend is None:

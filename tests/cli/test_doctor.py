@@ -137,11 +137,11 @@ def test_the_text_says_what_is_not_there():
         "  unknown: te_jax is not installed as a package",
         "Missing, and how to get it",
         "  - te_jax is not installed as a package",
-        "      pip install .    (in the checkout)",
+        "      pip install -e .    (in the checkout)",
     ):
         assert line in text.splitlines()
     assert text.splitlines()[-1] == (
-        "te_jax works, but slowly, without its kernels. Next: pip install .    (in the checkout)"
+        "te_jax works, but slowly, without its kernels. Next: pip install -e .    (in the checkout)"
     )
 
 

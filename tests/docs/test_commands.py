@@ -89,7 +89,7 @@ def test_extras_are_those_of_the_package(page):
 def test_extras_are_named_where_installation_is_explained(extra):
     _, _, install = text_of(ROOT / "README.md").partition("## Install\n")
     assert re.search(rf"`{extra}`|\[{extra}\]", install.partition("\n## ")[0])
-    assert [f".[{extra}]"] in list(commands(ROOT / "docs" / "installation.md", "pip install"))
+    assert ["-e", f".[{extra}]"] in list(commands(ROOT / "docs" / "installation.md", "pip install"))
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
