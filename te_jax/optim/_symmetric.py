@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,6 +16,8 @@ multiprocessors that all tiles take. The prototype took 0.58 to 0.65 of cuBLASLt
 1024."""
 
 _ROW_MULTIPLE, _SUMMED_MULTIPLE = 128, 8
+
+Operands = tuple[Array, Array, Array | None]
 
 
 def runs_native(rows: int, summed: int, implementation: native.Implementation | None) -> bool:
@@ -34,7 +38,7 @@ def symmetric_gemm(
     """
     m, k = a.shape[::-1] if over_rows else a.shape
     if runs_native(m, k, implementation):
-        return _te_symmetric_gemm(a, b, summed_first=over_rows)
+        return _te_symmetric_gemm(a, b, None, over_rows, 1.0, 0.0, 0.0)
     return dot(a, b, (0, 0) if over_rows else (1, 1))
 
 
@@ -43,7 +47,7 @@ def polynomial(x: Array, constants: tuple[float, float, float], implementation: 
     they cancel."""
     a, b, c = constants
     if runs_native(len(x), len(x), implementation):
-        return _te_symmetric_gemm(x, x, x, alpha=float(c), beta=float(b), diagonal=float(a))
+        return _te_symmetric_gemm(x, x, x, False, float(c), float(b), float(a))
     squared, identity = dot(x, x), jnp.eye(len(x), dtype=jnp.float32)
     return (a * identity + (_exactly(b * wide(x)) + _exactly(c * wide(squared)))).astype(x.dtype)
 
@@ -65,15 +69,9 @@ def _exactly(x: Array) -> Array:
     return lax.reduce_precision(x, 8, 22)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
 def _te_symmetric_gemm(
-    a: Array,
-    b: Array,
-    c: Array | None = None,
-    *,
-    summed_first: bool = False,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    diagonal: float = 0.0,
+    a: Array, b: Array, c: Array | None, summed_first: bool, alpha: float, beta: float, diagonal: float
 ) -> Array:
     operands = {"a": a[None], "b": b[None]} | ({} if c is None else {"c": c[None]})
     rows = a.shape[1 if summed_first else 0]
@@ -86,3 +84,15 @@ def _te_symmetric_gemm(
         beta=beta,
         diagonal=diagonal,
     )[0][0]
+
+
+@_te_symmetric_gemm.defjvp
+def _derivative(
+    summed_first: bool, alpha: float, beta: float, diagonal: float, primals: Operands, tangents: Operands
+) -> tuple[Array, Array]:
+    (a, b, c), (a_dot, b_dot, c_dot) = primals, tangents
+    contracting = (0, 0) if summed_first else (1, 1)
+    tangent = alpha * (dot(a_dot, b, contracting) + dot(a, b_dot, contracting))
+    if c_dot is not None:
+        tangent += beta * c_dot
+    return _te_symmetric_gemm(a, b, c, summed_first, alpha, beta, diagonal), tangent

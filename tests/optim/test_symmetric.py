@@ -82,6 +82,17 @@ def test_functions_are_those_of_xla(native_kernels, rng):
     assert relative_error(*of_each) < 5e-4
 
 
+def test_derivatives_are_those_of_xla(native_kernels, rng):
+    x, direction = (drawn(rng, 128, 256) / 16 for _ in range(2))
+    of_each = []
+    for name in ("native", "reference"):
+        function = functools.partial(_orthogonal.orthogonalize, coefficients=_orthogonal.MUON[:2], implementation=name)
+        of_each.append(
+            jax.jit(lambda x, direction, function=function: jax.jvp(function, (x,), (direction,))[1])(x, direction)
+        )
+    assert relative_error(*of_each) < 5e-3
+
+
 @pytest.mark.parametrize("shape", [(128, 128), (128, 384), (384, 128)], ids=str)
 def test_orthogonal_factors(shape, native_kernels, rng):
     """Near those of float64, with singular values from 0.01 to 1."""
