@@ -75,6 +75,7 @@ _EXPERTS = ("moe", _H100, "layer", "64x262144x2048x1024-balanced")
 _GROUPED = ("moe", _H100, "forward", "8x32768x4096x14336-balanced")
 _INPUT = ("offload", _H100, "input", "input-16x16384x4096x14336")
 _HIDDEN = ("offload", _H100, "hidden", "hidden-16x16384x4096x14336")
+_MUON = ("muon", _H200, "step", "8b-8x1x8192")
 _GATHER = ("collective_matmul", _H200, "all_gather_matmul", "16384x4096x14336")
 _BEST, _USERS, _PLAIN = "te_jax_block_fp8_head", "nnx_loss", "plain JAX, bfloat16"
 FIRST = (
@@ -124,6 +125,9 @@ GAINS = (
     ("… what each MLP multiplies in host memory, too, bfloat16", "", _HIDDEN, "te_jax_scan", "xla_scan",
      "JAX's offload policy"),
     ("… the same in FP8", "", _HIDDEN, "te_jax_fp8_scan", "xla_scan", "JAX's offload policy, bfloat16"),
+    ("a step of Muon, kernels of 8 layers of Llama 3 8B, momentum in bfloat16", "1 × H200", _MUON, "te_jax", "optax",
+     "optax's Muon, float32"),
+    ("", "", _MUON, "te_jax", "optax_bf16", "optax's Muon, all in bfloat16"),
     ("attention with gradients, 32768 tokens, on two GPUs by ring_attention", "2 × H100", _RING, "te_jax_ring", "jax",
      "jax.nn on one GPU"),
     ("all-gather and GEMM, tensor parallel, bfloat16", "4 × H200", _GATHER, "te_jax", "xla", "XLA"),
