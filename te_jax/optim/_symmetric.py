@@ -17,7 +17,7 @@ multiprocessors that all tiles take. The prototype took 0.58 to 0.65 of cuBLASLt
 
 _ROW_MULTIPLE, _SUMMED_MULTIPLE = 128, 8
 
-Operands = tuple[Array, Array, Array | None]
+_Operands = tuple[Array, Array, Array | None]
 
 
 def runs_native(rows: int, summed: int, implementation: native.Implementation | None) -> bool:
@@ -88,7 +88,7 @@ def _te_symmetric_gemm(
 
 @_te_symmetric_gemm.defjvp
 def _derivative(
-    summed_first: bool, alpha: float, beta: float, diagonal: float, primals: Operands, tangents: Operands
+    summed_first: bool, alpha: float, beta: float, diagonal: float, primals: _Operands, tangents: _Operands
 ) -> tuple[Array, Array]:
     (a, b, c), (a_dot, b_dot, c_dot) = primals, tangents
     contracting = (0, 0) if summed_first else (1, 1)
