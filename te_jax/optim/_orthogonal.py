@@ -31,8 +31,8 @@ def orthogonalize(
     Args:
       x: [m, n], float16, of magnitudes up to 1. Zeros stay zeros.
       coefficients: (a, b, c) of each iteration.
-      implementation: of products whose results are symmetric: see `te_jax.ops.gemm`. By default te_jax's
-        for large ones on an H100 or H200, and XLA's.
+      implementation: of products whose results are symmetric: see `te_jax.ops.gemm`. By default large
+        ones run in the native kernel on an H100 or H200, and all others in XLA.
 
     Returns:
       float16 [m, n]; NaN where an x is.

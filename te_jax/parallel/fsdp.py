@@ -222,7 +222,7 @@ def split_dimension(shape: Sequence[int], size: int, how: Requantize | None = No
 
 
 def cuts_blocks(kernel: QuantizedArray, dim: int, part: int) -> bool:
-    """Whether square blocks of a kernel are cut if each device has `part` values along a dimension."""
+    """Whether shards of `part` values along `dim` divide 128 × 128 blocks of the kernel, which share a scale."""
     facts, last = facts_of(kernel.scaling), (kernel.ndim - kernel.col_ndim - 1, kernel.ndim - 1)
     return facts.in_blocks and facts.is_symmetric and dim in last and part % BLOCK != 0
 
