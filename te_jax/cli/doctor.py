@@ -405,9 +405,8 @@ def _extension_advice(report: Report) -> list[Advice]:
         without_kernels = report.capabilities and not any(_is_at_least(one, (9, 0)) for one in report.capabilities)
         if extension.loaded or (extension.platform == "cuda" and (without_kernels or not report.has_gpu)):
             continue
-        # What is installed beside a checkout that Python imports would stay hidden.
-        editable = "--editable " if "--editable" in (extension.problem or "") else ""
-        install = f"pip install --force-reinstall --no-deps {editable}."
+        # Without --editable, a checkout that Python imports would hide what is installed.
+        install = "pip install --force-reinstall --no-deps --editable ."
         if extension.platform == "cuda" and report.nvcc is None:
             remedy = (
                 "install the CUDA toolkit (Debian and Ubuntu, from NVIDIA's repository: apt-get install "

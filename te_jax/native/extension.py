@@ -32,7 +32,7 @@ _CUDNN_TARGETS = tuple(
     f"__cudnn$fmha{name}{direction}" for name in ("Softmax", "ScaleBiasSoftmax") for direction in ("", "Backward")
 )
 FA3_TARGETS = tuple(f"te_jax_fa3_{kind}{direction}" for kind in ("", "varlen_") for direction in ("fwd", "bwd"))
-_REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)"
+_REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps --editable .` in its checkout)"
 
 
 class NativeUnavailableError(RuntimeError):

@@ -284,7 +284,7 @@ def test_broken_extension():
         assert words in message
 
 
-_REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps .` in its checkout)"
+_REINSTALL = "reinstall te_jax (`pip install --force-reinstall --no-deps --editable .` in its checkout)"
 _BUILD = {"te_jax": te_jax.__version__, "jaxlib headers": "77.0.0"}
 
 
