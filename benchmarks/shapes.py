@@ -510,7 +510,7 @@ STEP_GPU = (
     StepShape(depths=(2, 1), batch=1, sequence=8192, **_STEP_70B),
     StepShape(depths=(28,), batch=1, sequence=8192, **_STEP_QWEN),
     StepShape(depths=(28,), batch=4, sequence=2048, **_STEP_QWEN),
-    StepShape(depths=(4,), batch=1, sequence=8192, **_STEP_EXPERTS),
+    StepShape(depths=(4,), batch=1, sequence=8192, microbatches=4, **_STEP_EXPERTS),
     StepShape(depths=(8,), batch=1, sequence=8192, remat=True, **_STEP_8B),
 )
 STEP_BY_NAME = (StepShape(depths=(8,), batch=1, sequence=32768, remat=True, **_STEP_8B),)

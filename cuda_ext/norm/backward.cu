@@ -23,9 +23,10 @@ struct BackwardJob {
   Gradients gradients;
 };
 
-// One row of x, dy and dsum in registers.
+// One row of x, dy and dsum, and its statistics, in registers.
 template <int kVectors>
 struct GradientRow {
+  float mean, rstd;
   uint4 x[kVectors];
   uint4 dy[kVectors];
   uint4 dsum[kVectors];
@@ -33,6 +34,8 @@ struct GradientRow {
 
 template <typename T, int kVectors>
 __device__ __forceinline__ void LoadRow(const BackwardJob& job, int64_t row, int vectors, GradientRow<kVectors>& to) {
+  to.mean = job.statistics.mean ? job.statistics.mean[row] : 0.0f;
+  to.rstd = job.statistics.rstd[row];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int v = i * blockDim.x + threadIdx.x;
@@ -68,7 +71,7 @@ __global__ void __launch_bounds__(kMostThreads) BackwardOfRows(const BackwardJob
     } else {
       LoadRow<T>(job, row, vectors, current);
     }
-    const float mean = job.statistics.mean ? job.statistics.mean[row] : 0.0f, rstd = job.statistics.rstd[row];
+    const float mean = current.mean, rstd = current.rstd;
     float2 sums = {};  // of dy · gamma · unit, and of dy · gamma
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {

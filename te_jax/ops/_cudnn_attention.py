@@ -101,6 +101,15 @@ def problem(
     return None
 
 
+def takes_narrow_values(operands: Operands, masks: Masks) -> bool:
+    """Whether values are narrower than keys, and cuDNN takes them as they are, as latent attention has them."""
+    capability, version = _device()
+    known = (capability is None or capability >= (9, 0)) and (version is None or version >= (9, 10, 0))
+    # Offsets of segments count values of an array, and XLA has those of queries and keys alone.
+    packed = "query_segment_ids" in operands and masks.max_segments_per_seq is not None
+    return known and not packed and operands["value"].shape[-1] < operands["query"].shape[-1]
+
+
 @functools.cache
 def _device() -> tuple[tuple[int, int] | None, tuple[int, int, int] | None]:
     """(compute capability, version of cuDNN), each None where no GPU is there to ask."""
@@ -117,11 +126,13 @@ def forward(operands: Operands, masks: Masks) -> tuple[Array, Array]:
     """(output, float32 log-sum-exp [*batch, N, T]) of operands with any number of batch dimensions."""
     call = _Call.of(operands, masks)
     lse_type = jax.ShapeDtypeStruct((call.batch * call.segments, call.heads, call.t), jnp.float32)
-    out, lse = call.run(call.inputs[:1], [lse_type], *call.inputs, *call.bias, *call.lengths)
+    query, _, value = call.inputs
+    like_out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype)
+    out, lse = call.run([like_out], [lse_type], *call.inputs, *call.bias, *call.lengths)
     if call.packed is not None:
         lse = call.packed.unpacked(lse)
     lead = operands["query"].shape[:-3]
-    out, lse = out.reshape(operands["query"].shape), lse.reshape(*lead, call.heads, call.t)
+    out, lse = out.reshape(*operands["query"].shape[:-1], value.shape[-1]), lse.reshape(*lead, call.heads, call.t)
     if (rows := _rows_with_keys(operands, masks)) is not None:
         out = jnp.where(rows[..., None, None], out, 0.0)
         lse = jnp.where(rows[..., None, :], lse, -jnp.inf)
@@ -167,7 +178,7 @@ def backward(
         results = [*of_tier] if tier.packed is None or not results else tier.packed.select(of_tier, results)
     dquery, dkey, dvalue, *dbias = results
     for name, gradient in (("query", dquery), ("key", dkey), ("value", dvalue)):
-        gradients[name] = gradient[..., : out.shape[-1]].reshape(operands[name].shape)
+        gradients[name] = gradient[..., : operands[name].shape[-1]].reshape(operands[name].shape)
     if rows is not None:
         gradients["query"] = jnp.where(rows[..., None, None], gradients["query"], 0.0)
     if "key_lengths" in operands:
@@ -324,7 +335,11 @@ class _Call:
         return x.reshape(self.batch, self.t, *x.shape[-2:])
 
     def run(
-        self, like: Sequence[Array], extra: Sequence[Any], *buffers: Array, backward: bool = False
+        self,
+        like: Sequence[Array | jax.ShapeDtypeStruct],
+        extra: Sequence[Any],
+        *buffers: Array,
+        backward: bool = False,
     ) -> tuple[Array, ...]:
         """Results like arrays [B, T, N, H] and then like `extra`, all row-major.
 

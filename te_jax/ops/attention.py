@@ -309,15 +309,16 @@ class Settings:
         return reference.attention(**arrays, **options)
 
     def by_library(self, library: Library, operands: Operands) -> tuple[Array, Array]:
-        out, lse = library.forward(_of_one_width(operands), self.masks)
+        out, lse = library.forward(self.taken_by(library, operands), self.masks)
         out = out[..., : operands["value"].shape[-1]]
         return out.astype(jnp.float32) if self.part else out, lse
 
     def library(self, operands: Operands, *, backward: bool, lse_cotangent: bool) -> tuple[Library, str | None]:
         """Which library computes attention of these local arrays on CUDA, and why it cannot."""
+        asked, narrow = self.implementation == "fa3", _cudnn_attention.takes_narrow_values(operands, self.masks)
         operands = _of_one_width(operands)
-        asked = self.implementation == "fa3"
-        if asked or (self.implementation != "native" and _fa3_attention.is_here()):
+        # FlashAttention 3 takes zeros in their place, and is no faster then (benchmarks/lab/attention.md).
+        if asked or (self.implementation != "native" and not narrow and _fa3_attention.is_here()):
             problem = _fa3_attention.problem(operands, self.masks, lse_cotangent=lse_cotangent)
             if asked or problem is None:
                 return _fa3_attention, problem
@@ -325,6 +326,11 @@ class Settings:
             operands, self.masks, backward=backward, lse_cotangent=lse_cotangent, max_mask_bytes=self.max_score_bytes
         )
         return _cudnn_attention, problem
+
+    def taken_by(self, library: Library, arrays: Operands) -> Operands:
+        """The arrays as a library takes them."""
+        narrow = library is _cudnn_attention and _cudnn_attention.takes_narrow_values(arrays, self.masks)
+        return arrays if narrow else _of_one_width(arrays)
 
     def wide(self, operands: Operands) -> Operands:
         """The operands for XLA, in float32 if the results are parts of sums."""
@@ -334,7 +340,7 @@ class Settings:
 
 
 def _of_one_width(arrays: Operands) -> Operands:
-    """Arrays of keys or values with zeros behind the features of the narrower ones: libraries know one head_dim."""
+    """Arrays of keys or values with zeros behind the features of the narrower ones."""
     width = max(arrays["query"].shape[-1], arrays["value"].shape[-1])
 
     def padded(x: Array) -> Array:
@@ -483,9 +489,9 @@ def _local_backward(*arrays: Array, axes, split: _Split, settings: Settings) -> 
     operands = {name: x for name, x in inputs.items() if name not in ("out", "lse", "dout", "dlse")}
 
     def by_library(library: Library, inputs: Operands):
-        wide = _of_one_width({**inputs, "out": inputs["out"].astype(inputs["dout"].dtype)})
-        residuals = wide["out"], wide["lse"], wide["dout"], wide.get("dlse")
-        gradients = library.backward(operands_of(wide), settings.masks, *residuals, split.wanted)
+        taken = settings.taken_by(library, {**inputs, "out": inputs["out"].astype(inputs["dout"].dtype)})
+        residuals = taken["out"], taken["lse"], taken["dout"], taken.get("dlse")
+        gradients = library.backward(operands_of(taken), settings.masks, *residuals, split.wanted)
         of_width = ("query", "key", "value")
         gradients = tuple(
             x[..., : inputs[name].shape[-1]] if name in of_width else x

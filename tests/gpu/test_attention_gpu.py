@@ -47,11 +47,11 @@ def normal(rng, *shape, dtype="float32"):
     return jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
 
 
-def draw(rng, *, heads=8, kv_heads=2, t=T, s=S, head_dim=64, dtype="bfloat16"):
+def draw(rng, *, heads=8, kv_heads=2, t=T, s=S, head_dim=64, width=None, dtype="bfloat16"):
     return {
         "query": normal(rng, B, t, heads, head_dim, dtype=dtype),
         "key": normal(rng, B, s, kv_heads, head_dim, dtype=dtype),
-        "value": normal(rng, B, s, kv_heads, head_dim, dtype=dtype),
+        "value": normal(rng, B, s, kv_heads, width or head_dim, dtype=dtype),
     }
 
 
@@ -62,7 +62,7 @@ def finite(x):
 def check(arguments, options, mask, rng, *, lse=False, implementation="native", gradient_tolerance=2e-2):
     """Results and gradients against the oracle, relative to each array's norm."""
     options = {key: x if isinstance(x, bool | int) else jnp.asarray(x, jnp.int32) for key, x in options.items()}
-    shape = arguments["query"].shape
+    shape = (*arguments["query"].shape[:-1], arguments["value"].shape[-1])
     dtype = arguments["query"].dtype
     dout = normal(rng, *shape, dtype=dtype)
     cotangents = (dout, normal(rng, *shape[:3])) if lse else dout
@@ -108,6 +108,29 @@ def test_cudnn(name, extra, lse, rng):
     if extra == "bias":
         arguments["bias"] = normal(rng, 1, 8, T, S, dtype="bfloat16")
     check(arguments, options, oracle.visible(B, T, S, **of_mask), rng, lse=lse)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("widths", [(192, 128), (128, 64), (96, 40), (256, 128), (64, 96)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "lengths, causal", "no keys", "segments"])
+def test_values_of_another_width(name, widths, lse, rng):
+    """As they are where they are narrower than keys, and else with zeros."""
+    options, of_mask = CASES[name]
+    arguments = draw(rng, kv_heads=8, head_dim=widths[0], width=widths[1]) | {"sinks": normal(rng, 8)}
+    check(arguments, options, oracle.visible(B, T, S, **of_mask), rng, lse=lse)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_bias_of_narrow_values(kv_heads, rng):
+    arguments = draw(rng, kv_heads=kv_heads, head_dim=192, width=128)
+    arguments["bias"] = normal(rng, 1, 8, T, S, dtype="bfloat16")
+    check(arguments, {}, oracle.visible(B, T, S), rng)
+
+
+def test_packed_segments_of_narrow_values(rng):
+    runs = np.stack([oracle.random_runs(rng, 640, count) for count in (9, 1, 5)])
+    packed = {"segment_ids": runs % 3, "max_segments_per_seq": 9, "causal": True}
+    check(draw(rng, head_dim=192, width=128, t=640, s=640), packed, mask_of_runs(runs, causal=True), rng)
 
 
 def mask_of_runs(runs, *, causal=False, window=None):

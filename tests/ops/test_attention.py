@@ -290,13 +290,46 @@ def test_calls_are_those_of_jax(name, kv_heads, monkeypatch, rng):
     assert len(found) == 2
 
 
+def jax_looks_at_hopper(monkeypatch):
+    """JAX asks for cuDNN and the GPU while it traces."""
+    monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(_fa3_attention, "is_here", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "padded"),  # JAX remembers what it traced of each head_dim
+    [
+        ((None, None), 24, False),
+        (((9, 0), (9, 19, 1)), 32, False),
+        (((8, 9), (9, 19, 1)), 40, True),
+        (((9, 0), (9, 9, 0)), 48, True),
+    ],
+)
+def test_calls_of_narrow_values_are_those_of_jax(device, head_dim, padded, monkeypatch, rng):
+    """Zeros stand behind them where cuDNN knows but one width."""
+    arguments = draw(rng, kv_heads=2, dtype="bfloat16", s=T, head_dim=head_dim, width=16)
+    jax_looks_at_hopper(monkeypatch)
+    monkeypatch.setattr(_cudnn_attention, "_device", lambda: device)
+
+    def loss_by_jax(arguments):
+        value = jnp.pad(arguments["value"], [(0, 0)] * 3 + [(0, (head_dim - 16) * padded)])
+        out = _cudnn_attention.jax_cudnn.dot_product_attention(
+            arguments["query"], arguments["key"], value, scale=0.5, mask_type=_cudnn_attention.jax_cudnn.MaskType.CAUSAL
+        )
+        return jnp.sum(out[..., :16].astype(jnp.float32) ** 2)
+
+    ours = loss_of(causal=True, scale=0.5)
+    found, wanted = (described(for_cuda(jax.value_and_grad(loss), arguments)) for loss in (ours, loss_by_jax))
+    assert found == wanted
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_calls_of_packed_segments_are_those_of_jax(window, monkeypatch, rng):
     """JAX's offsets have other shapes, with values that count or not."""
     arguments = draw(rng, kv_heads=2, dtype="bfloat16", s=T)
-    monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_cudnn_version", lambda: 91300)
-    monkeypatch.setattr(_cudnn_attention.jax_cudnn, "check_compute_capability", lambda _: True)
-    monkeypatch.setattr(_fa3_attention, "is_here", lambda: False)
+    jax_looks_at_hopper(monkeypatch)
     lengths, offsets = jnp.full((B, 5), 2, jnp.int32), jnp.full((B, 6), 2, jnp.int32)
 
     def loss_by_jax(arguments):
@@ -505,13 +538,16 @@ def test_fa3_is_chosen_where_it_is_installed(monkeypatch, rng):
     monkeypatch.setattr(_cudnn_attention, "_device", lambda: ((9, 0), (9, 19, 1)))
     long = jax.ShapeDtypeStruct((1, 8192, 32, 128), jnp.bfloat16)
 
-    def library(query, **options):
-        program = for_cuda(functools.partial(ops.attention, **options), query, query, query)
+    def library(query, value=None, **options):
+        program = for_cuda(functools.partial(ops.attention, **options), query, query, value or query)
         return "fa3" if "te_jax_fa3" in program else "cuDNN" if calls(program) else "XLA"
 
     assert library(long, causal=True) == "fa3"
     assert library(long, causal=True, implementation="native") == "cuDNN"
     assert library(long, causal=True, key_lengths=integers(5)) == "cuDNN"
+    narrow, documents = jax.ShapeDtypeStruct((1, 8192, 32, 64), jnp.bfloat16), jnp.zeros((1, 8192), jnp.int32)
+    assert library(long, narrow, causal=True) == "cuDNN"  # which takes them without zeros
+    assert library(long, narrow, causal=True, segment_ids=documents, max_segments_per_seq=4) == "fa3"
     monkeypatch.setattr(_fa3_attention.native, "compute_capability", lambda: (10, 0))
     assert library(long, causal=True, scale=1.0) == "cuDNN"
 
@@ -747,7 +783,7 @@ OF_FA3 = [
 
 @pytest.mark.parametrize("width", [8, 24])
 def test_values_of_another_width_by_a_library(width, monkeypatch, rng):
-    """With zeros behind the narrower ones, of which no result and no gradient has a trace."""
+    """As they are, or with zeros behind narrower keys, of which no result and no gradient has a trace."""
     monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
     monkeypatch.setattr(_cudnn_attention._Call, "_configuration", _configuration)
     monkeypatch.setattr(_cudnn_attention, "problem", lambda *_, **__: None)
