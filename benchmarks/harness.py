@@ -67,6 +67,7 @@ class Timing:
 
 FULL = Timing()
 QUICK = Timing(samples=3, sample_seconds=0.005)
+_RUN = "commit", "dirty", "date"
 
 
 @dataclass(frozen=True)
@@ -567,7 +568,8 @@ def run_family(
       output: results folder; None for `benchmarks/results` of a checkout, where only complete runs are written, so that
         a partial run never replaces published figures. An installed package has no such folder, and writes nothing.
       commit: recorded in the place of what git says, where the checkout has no history or another one.
-      add: keep the other cases of the result file, which must be of the same commit, device and versions.
+      add: keep what the result file has and this run does not measure, which must be of the same device and versions.
+        Rows of another commit say so, as `run_of` reads it.
       profile: folder for a trace of every implementation; only for families that make some.
       say: receives each line of the report.
 
@@ -575,8 +577,8 @@ def run_family(
       0, or 1 when an implementation's results were outside its error bounds.
 
     Raises:
-      SelectionError: a case or peer is unknown, the platform has no cases, or the result file is of another commit,
-        device or version than what would be added.
+      SelectionError: a case or peer is unknown, the platform has no cases, or the result file is of another device or
+        version than what would be added.
     """
     if profile is not None and not family.profiles:
         raise SelectionError(f"--profile is given, and {name} makes no traces: leave it out")
@@ -599,10 +601,14 @@ def run_family(
         wrong = wrong or bool(result.wrong)
         problems = [*result.skipped, *result.wrong]
         measured = {case.name, *(each["case"] for each in (*result.rows, *problems))}  # rows may name parts of it
+
+        def stays(each: dict[str, Any], measured: set[str] = measured) -> bool:
+            return each["case"] not in measured or (peers is not None and each["implementation"] not in implementations)
+
         found = {
             "cases": [each for each in found["cases"] if each != case.name] + [case.name] * (peers is None),
-            "rows": [row for row in found["rows"] if row["case"] not in measured] + result.rows,
-            "skipped": [problem for problem in found["skipped"] if problem["case"] not in measured] + problems,
+            "rows": [*filter(stays, found["rows"]), *result.rows],
+            "skipped": [*filter(stays, found["skipped"]), *problems],
         }
         say("")
         say(screen_table(result.rows))
@@ -632,20 +638,34 @@ def result_path(name: str, device_kind: str, folder: Path) -> Path:
     return folder / slug(device_kind) / f"{name}.json"
 
 
+def run_of(document: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """Commit, date, and whether there were local changes, of a row: the document's, but where `--add` kept the row."""
+    return {key: document[key] for key in _RUN} | row.get("run", {})
+
+
 def _kept(folder: Path, name: str, record: dict[str, Any], timing: Timing) -> dict[str, list[Any]]:
     """What a result file has, if there is one; "cases" are those with all peers."""
     path = result_path(name, record["device"]["kind"], folder)
     if not path.exists():
         return {}
     document = json.loads(path.read_text(encoding="utf-8"))
-    theirs = {**document, **document["timing"]}
-    for key, mine in {**record, **dataclasses.asdict(timing)}.items():
-        if key != "date" and theirs.get(key) != mine:
+    theirs = _comparable(document, document["timing"])
+    for key, mine in _comparable(record, dataclasses.asdict(timing)).items():
+        if theirs.get(key, mine) != mine:
             raise SelectionError(
                 f"--add would mix runs: {path} has {key} {theirs.get(key)!r}, and this run {mine!r}; name another "
                 "folder with --output, or measure everything without --add"
             )
-    return {key: list(document.get(key, ())) for key in ("cases", "rows", "skipped")}
+    kept = {key: list(document.get(key, ())) for key in ("cases", "rows", "skipped")}
+    if document["commit"] != record["commit"]:
+        kept["rows"] = [row | {"run": run_of(document, row)} for row in kept["rows"]]
+    return kept
+
+
+def _comparable(record: dict[str, Any], timing: dict[str, Any]) -> dict[str, Any]:
+    """What rows of one file share: the device, how they were timed, and versions, where both have them."""
+    device = record["device"] | ({"host": None} if record["device"]["platform"] == "gpu" else {})
+    return {**record["versions"], "te_jax": None, "device": device, **timing, "complete": None}
 
 
 def write_results(document: dict[str, Any], folder: Path) -> Path:

@@ -34,7 +34,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from benchmarks import accuracy_curves, first_screen
-from benchmarks.harness import cell, columns_of
+from benchmarks.harness import cell, columns_of, run_of
 
 ROOT = Path(__file__).resolve().parent.parent
 _FIGURE = "docs/images/first-screen.svg"
@@ -76,6 +76,9 @@ _GROUPED = ("moe", _H100, "forward", "8x32768x4096x14336-balanced")
 _INPUT = ("offload", _H100, "input", "input-16x16384x4096x14336")
 _HIDDEN = ("offload", _H100, "hidden", "hidden-16x16384x4096x14336")
 _MUON = ("muon", _H200, "step", "8b-8x1x8192")
+_MIXTURE = ("step", _H200, "step", "qwen3-30b-a3b-4x1x8192-4microbatches")
+_SHARE = ("moe", _H200, "share", "128x262144x2048x768-balanced")
+_TOKEN = ("generate", _H200, "token", "8b-1x512+128")
 _GATHER = ("collective_matmul", _H200, "all_gather_matmul", "16384x4096x14336")
 _BEST, _USERS, _PLAIN = "te_jax_block_fp8_head", "nnx_loss", "plain JAX, bfloat16"
 FIRST = (
@@ -120,6 +123,14 @@ GAINS = (
     ("a grouped GEMM of 8 experts in FP8, block scaling", "1 × H100", _GROUPED, "te_jax_block", "te_jax",
      "te_jax in bfloat16"),
     ("", "", _GROUPED, "te_jax_block", "torch", "PyTorch's grouped GEMM, bfloat16"),
+    ("… what one of four devices computes of 128 experts (Qwen3 30B-A3B), in a buffer for any load", "1 × H200", _SHARE,
+     "te_jax_block", "te_jax_block_rows", "rows gathered before they are quantized"),
+    ("… in a buffer for this load", "", _SHARE, "te_jax_block_even", "te_jax_block_rows",
+     "rows gathered before they are quantized, for any load"),
+    ("train step, 4 layers of Qwen3 30B-A3B, 4 microbatches of 8192 tokens, gradients in FP8", "", _MIXTURE,
+     "te_jax_block", "bf16", "plain JAX, bfloat16, by `lax.ragged_dot`"),
+    ("a token of Llama 3 8B after a prompt of 512, bfloat16", "", _TOKEN, "te_jax", "transformers",
+     "transformers, with its defaults"),
     ("16 layers in a scan with gradients, their inputs in host memory", "1 × H100", _INPUT, "te_jax_scan", "xla_scan",
      "JAX's offload policy"),
     ("… what each MLP multiplies in host memory, too, bfloat16", "", _HIDDEN, "te_jax_scan", "xla_scan",
@@ -241,22 +252,28 @@ def _ages(root: Path) -> list[str]:
       ValueError: one was measured with local changes.
     """
     text = _read(root / "README.md")
-    shown: dict[str, tuple[str, str]] = {"the figure": _FLAX[:2]} if "<!-- first_figure -->" in text else {}
-    shown |= {what: place[:2] for what, _, place, *_ in FIRST if "<!-- first_rows -->" in text}
-    for place in (*_PLACE.finditer(text), *_RATIO.finditer(text)):
+    shown: dict[str, tuple[str, ...]] = {}
+    if "<!-- first_figure -->" in text:
+        shown["the figure"] = *_FLAX, first_screen.CASE
+    shown |= {what: (*place, ours) for what, _, place, ours, *_ in FIRST if "<!-- first_rows -->" in text}
+    for place in _PLACE.finditer(text):
         shown[place["open"].strip()] = place["family"], place["device"]
+    for place in _RATIO.finditer(text):
+        shown[place["open"].strip()] = place.group("family", "device", "operation", "case", "implementation")
     lines = []
-    for what, (family, device) in shown.items():
+    for what, (family, device, *of_rows) in shown.items():
         results = _results(root, device, family)
         if not results.is_file():
             continue
         document = json.loads(results.read_text(encoding="utf-8"))
-        if document["dirty"]:
+        keys = ("operation", "case", "implementation")[: len(of_rows)]
+        runs = [run_of(document, row) for row in document["rows"] if [row[key] for key in keys] == of_rows]
+        if any(run["dirty"] for run in runs):
             raise ValueError(
                 f"README.md shows {what}, and {results.relative_to(root)} was measured with local changes: commit and "
                 "measure again, or show it in docs/benchmarks.md alone"
             )
-        lines.append(f"README.md, {what}: {first_screen.age(root, document)}\n")
+        lines.append(f"README.md, {what}: {first_screen.age(root, min(runs, key=lambda run: run['date']))}\n")
     return lines
 
 
@@ -267,20 +284,32 @@ def _times(place: re.Match[str], root: Path) -> str:
     results, figure = _results(root, place["device"], place["family"]), place["figure"] or "median_ms"
     if not results.is_file():
         return "(not measured yet)"
-    ours, theirs = _both(results, place["operation"], place["case"], place["implementation"], place["peer"], figure)
-    if not ours or not theirs:
+    document = json.loads(results.read_text(encoding="utf-8"))
+    ours, theirs = _both(document, place["operation"], place["case"], place["implementation"], place["peer"])
+    if not ours.get(figure) or not theirs.get(figure):
         raise ValueError(f"{results.relative_to(root)} has no {figure} of both in {place['open']}")
-    return f"{theirs / ours:.2f}×"
+    return f"{_speed(document, ours, theirs) if figure == 'median_ms' else theirs[figure] / ours[figure]:.2f}×"
 
 
-def _both(results: Path, operation: str, case: str, implementation: str, peer: str, figure: str) -> tuple[Any, Any]:
-    """A figure of an implementation and of its peer; None where there is none."""
+def _both(
+    document: dict[str, Any], operation: str, case: str, implementation: str, peer: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of an implementation and of its peer; empty where there is none."""
     of = {
-        row["implementation"]: row.get(figure)
-        for row in json.loads(results.read_text(encoding="utf-8"))["rows"]
-        if (row["operation"], row["case"]) == (operation, case)
+        row["implementation"]: row for row in document["rows"] if (row["operation"], row["case"]) == (operation, case)
     }
-    return of.get(implementation), of.get(peer)
+    return of.get(implementation, {}), of.get(peer, {})
+
+
+def _speed(document: dict[str, Any], ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """How many times as fast a row is as its peer in the same run, which may not be the one that the file has."""
+    if run_of(document, ours) == run_of(document, theirs):
+        return theirs["median_ms"] / ours["median_ms"]
+    try:
+        return ours["speedup_over"][theirs["implementation"]]
+    except KeyError:
+        names = ours["implementation"], theirs["implementation"]
+        raise ValueError(f"no run of {document['family']} has {' and '.join(names)}, {ours['case']}") from None
 
 
 def _results(root: Path, device: str, family: str) -> Path:
@@ -302,18 +331,18 @@ def gains_table(root: Path, page_folder: Path, gains: Sequence[Any]) -> str:
         results = _results(root, device, family)
         if not results.is_file():
             continue
-        rows = operation, case, implementation, peer
-        ours, theirs = _both(results, *rows, "median_ms")
+        document = json.loads(results.read_text(encoding="utf-8"))
+        ours, theirs = _both(document, operation, case, implementation, peer)
         if not ours or not theirs:
             raise ValueError(
                 f"{results.relative_to(root)} has no median_ms of both {implementation} and {peer}, {case}"
             )
-        memory = _both(results, *rows, "peak_bytes")
+        held, held_by_peer = ours.get("peak_bytes"), theirs.get("peak_bytes")
         link = f"[{words}]({_relative(results.with_suffix('.md'), page_folder)})"
-        saved = f"{memory[0] / memory[1]:.2f}×" if all(memory) else ""
-        document = json.loads(results.read_text(encoding="utf-8"))
-        measured = document["date"][:10] + (" with local changes" if document["dirty"] else "")
-        body.append([what, where, link, f"**{theirs / ours:.2f}×**", saved, measured])
+        saved = f"{held / held_by_peer:.2f}×" if held and held_by_peer else ""
+        run, times = run_of(document, ours), _speed(document, ours, theirs)
+        measured = run["date"][:10] + (" with local changes" if run["dirty"] else "")
+        body.append([what, where, link, f"**{times:.2f}×**", saved, measured])
     return _markdown_table(["", "GPU", "compared with", "speed", "memory", "measured"], body, left=3)
 
 
@@ -322,7 +351,7 @@ def whole_table(root: Path, page_folder: Path) -> str:
     results = [_results(root, _H200, family) for family in ("whole_model", "whole_model_4microbatches")]
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in results]
     one, four = ({row["implementation"]: row for row in document["rows"]} for document in documents)
-    plain, body = one["bf16"]["median_ms"], []
+    body = []
 
     without_memory = {each["implementation"] for each in documents[1]["skipped"] if "Out of memory" in each["reason"]}
 
@@ -333,7 +362,7 @@ def whole_table(root: Path, page_folder: Path) -> str:
 
     for words, name in WHOLE:
         row = one[name]
-        speed = f"{plain / row['median_ms']:.2f}×"
+        speed = f"{_speed(documents[0], row, one['bf16']):.2f}×"
         body.append(
             [
                 words,
@@ -592,14 +621,36 @@ def summary_table(document: dict[str, Any]) -> str:
 
 
 def provenance(document: dict[str, Any]) -> str:
-    """One line: device, driver, versions, commit and date of a result file."""
+    """One line: device, driver, versions, commit and date of a result file, and of rows that are of another commit."""
     software = ("jax", "optax", "torch", "flash-attn3-jax", "dew-flash-attn-cu13", "cuBLAS", "cuDNN")
     versions = ", ".join(f"{name} {document['versions'][name]}" for name in software if name in document["versions"])
     device = document["device"]
     on_gpu = f"{device['kind']}, driver {device['driver'] or 'unknown'}"
     where = f"CPU: {device['host']}" if device["platform"] == "cpu" else on_gpu
-    changed = " with local changes" if document["dirty"] else ""
-    return f"{where}; {versions}; commit {document['commit'][:12]}{changed}; {document['date'][:10]}."
+    return f"{where}; {versions}; {_of_run(run_of(document, {}))}.{_of_others(document)}"
+
+
+def _of_others(document: dict[str, Any]) -> str:
+    """A sentence for each other run that rows are of: their cases, with implementations where others are not of it."""
+    runs: dict[str, dict[str, list[str]]] = {}
+    for row in document.get("rows", ()):
+        names = runs.setdefault(_of_run(run_of(document, row)), {}).setdefault(row["case"], [])
+        names += [row["implementation"]] * (row["implementation"] not in names)
+    runs.pop(_of_run(run_of(document, {})), None)
+    line = ""
+    for run, cases in runs.items():
+        of_case = {case: {row["implementation"] for row in document["rows"] if row["case"] == case} for case in cases}
+        parts = (
+            f"`{case}`" if set(names) == of_case[case] else f"`{case}` by {', '.join(f'`{name}`' for name in names)}"
+            for case, names in cases.items()
+        )
+        line += f" {'; '.join(parts)}: {run}."
+    return line
+
+
+def _of_run(run: dict[str, Any]) -> str:
+    changed = " with local changes" if run["dirty"] else ""
+    return f"commit {run['commit'][:12]}{changed}; {run['date'][:10]}"
 
 
 def _headline_values(document: dict[str, Any]) -> tuple[list[str], list[str], dict[tuple[str, str], float]]:
@@ -675,7 +726,7 @@ def bar_chart(document: dict[str, Any]) -> str:
         ]
         shapes += bars  # over the lines
         y += _GROUP_GAP
-    device, _, software = provenance(document).partition("; ")
+    device, _, software = provenance({**document, "rows": ()}).partition("; ")
     shapes += [
         f'<text class="small" x="0" y="{y + line}">{escape(text)}</text>'
         for line, text in ((4, device), (20, software))

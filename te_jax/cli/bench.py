@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--add",
         action="store_true",
-        help="keep the other cases of the result file, of the same commit, device and versions: a run in several parts",
+        help="keep what the result file has and this run does not measure, of the same device and versions",
     )
     parser.add_argument(
         "--profile", type=path, metavar="DIR", help="also write a Perfetto trace of every implementation under DIR"

@@ -322,20 +322,38 @@ def test_a_case_whose_rows_name_its_parts_takes_the_place_of_its_rows(tmp_path):
     assert run(cases=["small"], add=True) == [["large a", "large b", "small a", "small b"], ["large c", "small c"]]
 
 
-def test_parts_of_different_runs_are_not_mixed(tmp_path):
-    def run(**options):
-        family = family_of(lambda case, *_: CaseResult(rows=[row_of(case)]))
-        harness.run_family("demo", family, output=tmp_path, say=lambda _: None, **options)
+def test_rows_of_another_commit_say_so(tmp_path):
+    """Those that a run of some peers does not measure are kept; what differs in device or versions is not mixed."""
 
-    run(cases=["small"])
+    def run(commit, **options):
+        def run_case(case, implementations, timing):
+            return CaseResult(rows=[row_of(case) | {"implementation": name} for name in implementations])
+
+        harness.run_family("demo", family_of(run_case), output=tmp_path, commit=commit, say=lambda _: None, **options)
+        (path,) = tmp_path.glob("*/demo.json")
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps(document | {"date": f"when {commit} was"}))
+        runs = [(row, harness.run_of(document, row)["commit"]) for row in document["rows"]]
+        return [(row["case"], row["implementation"], of) for row, of in runs], document
+
+    run("old", cases=["small", "large"])
+    rows, document = run("new", cases=["large"], peers=[], add=True)
+    before = [(case, name, "old") for case, name in (("small", "te_jax"), ("small", "peer"), ("small", "copy"))]
+    new = [("large", "te_jax", "new"), ("large", "copy", "new")]
+    assert rows == [*before, ("large", "peer", "old"), *new]
+    assert harness.run_of(document, document["rows"][0]) == {"commit": "old", "dirty": None, "date": "when old was"}
+    assert run("last", cases=["large"], add=True)[0] == [
+        *before,
+        *(("large", name, "last") for name in ("te_jax", "peer", "copy")),
+    ]
+    with pytest.raises(harness.SelectionError, match=r"--add would mix runs: .* has samples"):
+        run("last", quick=True, add=True)
     (path,) = tmp_path.glob("*/demo.json")
-    before = path.read_text()
-    path.write_text(json.dumps(json.loads(before) | {"commit": "another"}))
-    with pytest.raises(harness.SelectionError, match=r"--add would mix runs: .* has commit 'another', and this run"):
-        run(cases=["large"], add=True)
-    path.write_text(before)
-    with pytest.raises(harness.SelectionError, match="has samples"):
-        run(quick=True, add=True)
+    document = json.loads(path.read_text())
+    for part, name in (("device", "kind"), ("versions", "jax")):
+        path.write_text(json.dumps(document | {part: document[part] | {name: "another"}}))
+        with pytest.raises(harness.SelectionError, match=r"--add would mix runs: .* has .*'another'.*, and this run"):
+            run("last", cases=["large"], add=True)
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path):

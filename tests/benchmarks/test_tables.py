@@ -171,6 +171,36 @@ def test_check_tells_the_age_of_what_the_readme_shows_and_refuses_local_changes(
     assert tables.main(["--check"]) == 0
 
 
+def test_rows_of_another_run_are_compared_and_dated_by_it(root, monkeypatch, capsys):
+    page = root / "README.md"
+    page.write_text(
+        "<!-- first_rows -->\n<!-- /first_rows -->\n"
+        "It is <!-- ratio: demo gpu-x both small te_jax peer --><!-- /ratio -->.\n"
+    )
+    monkeypatch.setattr(tables, "FIRST", (("a step", "1 × GPU", PLACE, "te_jax", "peer", "the peer"),))
+    document = copy.deepcopy(DOCUMENT)
+    document["rows"][0] |= {
+        "run": {"commit": "fedcba9876543210", "dirty": False, "date": "2025-12-31T00:00:00Z"},
+        "speedup_over": {"peer": 3.0},  # not the quotient of both times
+    }
+    publish(root, document)
+    assert tables.main([]) == 0
+    first, second = [line for line in page.read_text().splitlines() if "×" in line]
+    assert first.endswith("| **3.00×** |  | 2025-12-31 |")
+    assert "-->3.00×<!--" in second
+    assert tables.main(["--check"]) == 0
+    assert "README.md, a step: 2025-12-31" in capsys.readouterr().out
+    where = "commit 0123456789ab; 2026-01-02. `small` by `te_jax`: commit fedcba987654; 2025-12-31."
+    assert tables.provenance(document).endswith(where)
+    assert tables.provenance(document | {"rows": document["rows"][:1]}).endswith(
+        "`small`: commit fedcba987654; 2025-12-31."
+    )
+    document["rows"][0]["speedup_over"] = {}
+    publish(root, document)
+    assert tables.main([]) == 1
+    assert "no run of demo has te_jax and peer, small" in capsys.readouterr().err
+
+
 def test_age_counts_commits_of_the_package_and_its_kernels(tmp_path):
     def git(*words):
         who = "-c", "user.name=x", "-c", "user.email=x@example.com"
