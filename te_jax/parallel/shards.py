@@ -287,16 +287,15 @@ def sum_over_replicas(fsdp: FSDP, params: PyTree, axes: frozenset[str]) -> PyTre
     if fsdp.replica_axis is None:
         return params
     leaves, structure = jax.tree.flatten(params, is_leaf=is_parameter)
-    throughs = [None if isinstance(leaf, DelayedScalingState) else _through(leaf) for leaf in leaves]
-    alike: dict[frozenset[str], list[int]] = {}  # what shares a buffer varies over the same axes
-    for place, through in enumerate(throughs):
+    alike: dict[frozenset[str], dict[int, Array]] = {}  # what shares a buffer varies over the same axes
+    for place, leaf in enumerate(leaves):
+        through = None if isinstance(leaf, DelayedScalingState) else _through(leaf)
         varying = sharding.varying_axes(through)
-        splits = fsdp.axis_name in varying and fsdp.replica_axis not in varying
-        if through is not None and _is_kernel(through) and splits:
-            alike.setdefault(varying, []).append(place)
-    for places in alike.values():
-        shared = [sharding.varying_over(throughs[place], axes - {fsdp.replica_axis}) for place in places]
-        for place, through in zip(places, _over_replicas(fsdp, shared), strict=True):
+        if through is not None and _is_kernel(through) and varying & set(fsdp.batch_axes) == {fsdp.axis_name}:
+            alike.setdefault(varying, {})[place] = through
+    for shared in alike.values():
+        parts = [sharding.varying_over(through, axes - {fsdp.replica_axis}) for through in shared.values()]
+        for place, through in zip(shared, _over_replicas(fsdp, parts), strict=True):
             leaf = leaves[place]
             is_quantized = isinstance(leaf, QuantizedArray)
             leaves[place] = dataclasses.replace(leaf, straight_through=through) if is_quantized else through
