@@ -29,6 +29,7 @@ from te_jax.models import (
     peft,
 )
 from te_jax.models.config import Latent
+from te_jax.models.parallel import lacking_in_a_ring
 from te_jax.models.safetensors import Tensors
 from te_jax.offload import LAYER_INPUT, Offload
 from te_jax.quantized import facts_of_recipe
@@ -216,6 +217,11 @@ def _activations(remat: Remat, deterministic: bool) -> Offload:
 def _check_parallel(options: Options, config: DecoderConfig) -> None:
     """Refuses a model and windows that as many devices as `--tp` asks for cannot share."""
     mesh, seq_len = options.mesh, options.data.seq_len
+    if mesh.cp > 1 and (lacking := lacking_in_a_ring(config)) is not None:
+        raise UserError(
+            f"--cp {mesh.cp} does not fit {options.model.named}: {lacking}, which attention of devices that share a "
+            "window lacks; choose --fsdp in the place of --cp"
+        )
     if mesh.tp == 1:
         if mesh.transport != "auto":
             raise UserError(f"--transport {mesh.transport} is for devices that share a model: add --tp N")

@@ -411,13 +411,6 @@ def _run(
             options["max_segments_per_seq"] = None if segment_ids is None else config.max_segments_per_seq
             options |= {"scale": config.factors.scores, "implementation": config.attention}
             if context_axis is not None:
-                if sinks is not None:
-                    raise ValueError("config.attention_sinks is True, which devices that share a sequence do not take")
-                if config.softcaps.scores is not None:
-                    raise ValueError(
-                        f"config.softcaps.scores is {config.softcaps.scores}, which devices that share a sequence do "
-                        "not take"
-                    )
                 return ring_attention(query, key, value, axis_name=context_axis, **options)
             return ops.attention(query, key, value, sinks=sinks, softcap=config.softcaps.scores, **options)
 

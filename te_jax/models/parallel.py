@@ -126,7 +126,7 @@ class TensorParallel:
 
         Raises:
           ValueError: a size does not divide; the message names sizes that fit. Or the recipe, adapters or qk_norm
-            are none that `size` devices share.
+            are none that `size` devices share, or attention has what `context_axis` does not go with.
         """
         DecoderConfig.check(config)
         if config.lora is not None and self.size > 1:
@@ -142,6 +142,11 @@ class TensorParallel:
             name = "experts.shared, weighted_shared or dense_layers" if config.latent is None else "latent"
             raise ValueError(
                 f"parallel.size is {self.size}: the kernels of config.{name} are not split; use 1, and fsdp"
+            )
+        if self.context_axis is not None and (lacking := lacking_in_a_ring(config)) is not None:
+            raise ValueError(
+                f"parallel.context_axis is {self.context_axis!r}: {lacking}, which attention of devices that share a "
+                "sequence lacks; leave it out, and use fsdp"
             )
         recipes = () if config.recipe is None else recipes_of(config.recipe)
         if self.size > 1 and not all(facts_of_recipe(recipe).native for recipe in recipes):
@@ -263,6 +268,13 @@ def kernels_cut_by_fsdp(config: DecoderConfig, parallel: TensorParallel) -> tupl
         return ()
     layer = _block_specs(config, dataclasses.replace(parallel, fsdp=None))
     return tuple(name for name, _, split in _gathered_kernels(layer, config, parallel, fsdp) if split and not split[1])
+
+
+def lacking_in_a_ring(config: DecoderConfig) -> str | None:
+    """What the attention of a decoder has, and `te_jax.parallel.ring_attention` lacks; None if there is nothing."""
+    if config.attention_sinks:
+        return "config.attention_sinks is True"
+    return None if config.softcaps.scores is None else f"config.softcaps.scores is {config.softcaps.scores}"
 
 
 def fsdp_misfit(config: DecoderConfig, parallel: TensorParallel, fsdp: FSDP) -> str | None:

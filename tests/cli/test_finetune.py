@@ -67,6 +67,14 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def capped(tmp_path_factory):
+    """A model whose attention has a cap."""
+    path = shutil.copytree(MODEL.parent / "gemma2", tmp_path_factory.mktemp("hf") / "capped")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
 def trained(folder, out, *options):
     assert main(["train", "--from", str(folder), *ARGV, "--devices", "1", *options, "--out", str(out)]) == 0
     return out
@@ -232,6 +240,10 @@ def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
         (["generate", "x", "--lora", "nowhere"], "--lora nowhere has adapters of a model of Hugging Face: add --from"),
         (["train", "--from", "FOLDER", "--lora", "2", "--tp", "2"], "--lora 2 does not go with --tp 2, since adapters"),
         (["train", "--from", "FOLDER", "--tp", "3"], "--tp 3 does not fit --from FOLDER: num_heads is 4"),
+        (
+            ["train", "--from", "CAPPED", "--cp", "2"],
+            "--cp 2 does not fit --from CAPPED: config.softcaps.scores is 2.0",
+        ),
         (["train", "--from", "org/name"], "org/name is no folder here: if it is a model of the hub, fetch it with `hf"),
         (["train", "--from", "nowhere"], "nowhere/config.json cannot be read: No such file"),
         (["generate", "x", "--from", "nowhere"], "nowhere/config.json cannot be read: No such file"),
@@ -243,9 +255,10 @@ def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
         (["export", "FOLDER", "--run", "nowhere"], "--run nowhere holds no run: name the --out of te-jax train"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_sentence(argv, sentence, folder, capsys):
-    argv = [str(folder) if word == "FOLDER" else word for word in argv]
-    assert main([*argv, *(["--devices", "2"] if "--tp" in argv else [])]) == 2
+def test_what_cannot_be_done_is_refused_in_one_sentence(argv, sentence, folder, capped, capsys):
+    folders = {"FOLDER": str(folder), "CAPPED": str(capped)}
+    argv = [folders.get(word, word) for word in argv]
+    assert main([*argv, *(["--devices", "2"] if {"--tp", "--cp"} & {*argv} else [])]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("te-jax: error: " + sentence.replace("FOLDER", str(folder)))
+    assert error.startswith("te-jax: error: " + sentence.replace("FOLDER", str(folder)).replace("CAPPED", str(capped)))
     assert error.count("\n") == 1

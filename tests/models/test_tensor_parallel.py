@@ -212,7 +212,9 @@ def test_devices_that_share_parameters_in_fp8(case, rng, mesh_of):
 def test_devices_that_share_a_sequence_take_no_sinks_and_no_caps(changes, words, rng, mesh_of):
     config, mesh = dataclasses.replace(CONFIG, **changes), mesh_of(context=2, tensor=1)
     parallel = TensorParallel(1, batch_axes=("context",), context_axis="context")
-    with pytest.raises(ValueError, match=f"config.{words}, which devices that share a sequence"):
+    with pytest.raises(
+        ValueError, match=f"parallel.context_axis is 'context': config.{words}, which .*; leave it out, and use fsdp"
+    ):
         jax.eval_shape(parallel_loss(mesh, config, parallel), random_params(config, rng), *random_batch(config, rng))
 
 
