@@ -67,7 +67,6 @@ class Collective:
       name, dtype: of what.
       asynchronous, synchronous: how often a step calls it in each way.
       size: bytes of all whole arrays.
-      axes: names of the mesh axes along which devices take part, where the program has them.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Collective:
     asynchronous: int
     synchronous: int
     size: int
-    axes: str = ""
 
 
 def collectives(program: str) -> tuple[list[Collective], int]:
@@ -92,7 +90,7 @@ def collectives(program: str) -> tuple[list[Collective], int]:
 
     launches = 0
 
-    def run(name: str, times: int, asynchronous: bool) -> Iterator[tuple[str, str, str, bool, int, int]]:
+    def run(name: str, times: int, asynchronous: bool) -> Iterator[tuple[str, str, bool, int, int]]:
         nonlocal launches
         for match in computations.get(name, ()):
             operation, rest = match["name"], match["rest"]
@@ -106,7 +104,7 @@ def collectives(program: str) -> tuple[list[Collective], int]:
                 parts = _group(rest) if operation == kind == "reduce-scatter" else 1
                 started = asynchronous or operation != kind
                 for number, (dtype, size) in enumerate(types):
-                    yield kind, dtype, _axes(rest), started, times * (number == 0), times * parts * size
+                    yield kind, dtype, started, times * (number == 0), times * parts * size
             elif operation == "while":
                 trips = re.search(r'known_trip_count":\{"n":"?(\d+)', rest)
                 body = re.search(r"body=%?([\w.-]+)", rest)
@@ -117,24 +115,19 @@ def collectives(program: str) -> tuple[list[Collective], int]:
                 launches += times if inner and operation == "async-start" and not asynchronous else 0
                 yield from inner
 
-    calls: collections.Counter[tuple[str, str, str, bool]] = collections.Counter()
-    sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for kind, dtype, axes, started, count, size in run("ENTRY", 1, False):
-        calls[kind, dtype, axes, started] += count
-        sizes[kind, dtype, axes] += size
+    calls: collections.Counter[tuple[str, str, bool]] = collections.Counter()
+    sizes: collections.Counter[tuple[str, str]] = collections.Counter()
+    for kind, dtype, started, count, size in run("ENTRY", 1, False):
+        calls[kind, dtype, started] += count
+        sizes[kind, dtype] += size
     return [
-        Collective(kind, dtype, calls[kind, dtype, axes, True], calls[kind, dtype, axes, False], size, axes)
-        for (kind, dtype, axes), size in sorted(sizes.items(), key=lambda item: -item[1])
+        Collective(kind, dtype, calls[kind, dtype, True], calls[kind, dtype, False], size)
+        for (kind, dtype), size in sorted(sizes.items(), key=lambda item: -item[1])
     ], launches
 
 
 def _size(dtype: str, shape: str) -> int:
     return _BYTES[dtype] * math.prod(int(count) for count in shape.split(",") if count)
-
-
-def _axes(rest: str) -> str:
-    mesh = re.search(r"replica_groups=mesh\[.*?\] \{(.*?)\}", rest)
-    return ", ".join(re.findall(r"'(\w+)'", mesh[1])) if mesh else ""
 
 
 def _group(rest: str) -> int:
@@ -187,7 +180,7 @@ class Program:
         ]
         for each in self.collectives:
             calls = f"{each.asynchronous:4} asynchronous {each.synchronous:4} synchronous"
-            lines.append(f"  {each.name:18} {each.dtype:8} {calls} {each.size / 2**20:9.1f} MiB {each.axes}")
+            lines.append(f"  {each.name:18} {each.dtype:8} {calls} {each.size / 2**20:9.1f} MiB")
         return lines
 
 

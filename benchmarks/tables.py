@@ -467,21 +467,13 @@ def hosts_table(root: Path, page_folder: Path) -> str:
     document = json.loads((root / "benchmarks" / "results" / "compiled.json").read_text(encoding="utf-8"))
     programs = {program["name"]: program for program in document["programs"]}
 
-    def gibibytes(program: dict[str, Any], kind: str, over: bool) -> str:
-        sizes = (
-            each["size"]
-            for each in program["collectives"]
-            if each["name"] == kind and (each["axes"] == "replica") == over
-        )
-        return f"{sum(sizes) / 2**30:.2f}"
+    def gibibytes(program: dict[str, Any], *names: str) -> str:
+        return f"{sum(each['size'] for each in program['collectives'] if each['name'] in names) / 2**30:.2f}"
 
     body = []
     for words, name in HOSTS:
         program = programs[name]
-        exchanged = (
-            gibibytes(program, kind, over)
-            for kind, over in (("all-gather", False), ("reduce-scatter", False), ("all-to-all", True))
-        )
+        exchanged = (gibibytes(program, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
         body.append([words, f"{program['peak'] / 2**30:.1f}", *exchanged, f"{program['launches']}"])
     table = _markdown_table(["", "GiB a GPU", "gathered", "scattered", "summed", "launches"], body, left=1)
     where = f"{document['devices']} × H100 of {document['hosts']} hosts, `{document['case']}`, jax {document['jax']}"

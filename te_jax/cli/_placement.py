@@ -238,7 +238,7 @@ def _devices_per_host(devices: Sequence[Any]) -> int:
 
 def _fsdp_size(devices: Sequence[Any], asked: Devices, config: DecoderConfig, named: str) -> int:
     """The largest of the sizes that fit the devices, the model and what is asked for; by default within a host, since
-    parameters travel for each microbatch, and sums of gradients alone between hosts."""
+    parameters travel for each microbatch, and sums of gradients once a step."""
     count, platform = len(devices), devices[0].platform
     if count % asked.tp:
         sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)

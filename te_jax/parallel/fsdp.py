@@ -43,7 +43,7 @@ class FSDP:
       size: number N of devices along `axis_name`.
       axis_name: the mesh axis that splits parameters and the batch.
       replica_axis: a mesh axis that splits the batch only (HSDP): its devices have the same parts of parameters, whose
-        gradients they sum, those of a layer's kernels in one buffer.
+        gradients they sum once a step.
       quantize: which kernels of a layer are gathered in FP8: a pytree of the structure of its parameters, or the
         beginning of it, with a `te_jax.optim.Requantize` for these and None elsewhere; or a list with one for each
         layer. The layer gets a `te_jax.quantized.QuantizedArray`, which te_jax's layers take as they take the kernel.

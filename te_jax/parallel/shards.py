@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
@@ -25,7 +24,6 @@ from te_jax import sharding
 from te_jax._core.types import BLOCK, PyTree
 from te_jax.ops.linear.arguments import whole_blocks, with_gradient_through
 from te_jax.ops.linear.kernels import Requantize, quantize_kernel
-from te_jax.parallel._exchanges import sum_over_devices
 from te_jax.parallel.fsdp import FSDP, Parameter, cuts_blocks, for_each_layer, is_parameter, requantize_of, validate
 from te_jax.quantized import QuantizedArray, facts_of
 from te_jax.recipe import DelayedScaling, DelayedScalingState
@@ -242,8 +240,7 @@ def prepare(fsdp: FSDP, params: Sequence[PyTree], x: PyTree) -> tuple[list[PyTre
     requantize = for_each_layer("quantize", fsdp.quantize, params, requantize_of)
     layers, dims = [], []
     for place, of_layer in enumerate(params):
-        of_replicas = sum_over_replicas(fsdp, of_layer, axes)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(of_replicas, is_leaf=is_parameter)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(of_layer, is_leaf=is_parameter)
         prepared = [
             _prepared(fsdp, f"params[{place}]{jax.tree_util.keystr(path)}", leaf, spec, how, axes)
             for (path, leaf), spec, how in zip(leaves, specs[place], requantize[place], strict=True)
@@ -274,68 +271,6 @@ def _check_axes(fsdp: FSDP) -> None:
             "check_vma=False, and gradients of what they share would not be summed: use shard_map with check_vma=True, "
             "its default"
         )
-
-
-def sum_over_replicas(fsdp: FSDP, params: PyTree, axes: frozenset[str]) -> PyTree:
-    """Parameters as they are. Replicas sum gradients of the kernels that devices split in one buffer.
-
-    Args:
-      fsdp: the devices.
-      params: a pytree of this device's parts.
-      axes: over which what the parameters are used with varies.
-    """
-    if fsdp.replica_axis is None:
-        return params
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_parameter)
-    alike: dict[frozenset[str], dict[int, Array]] = {}  # what shares a buffer varies over the same axes
-    for place, leaf in enumerate(leaves):
-        through = None if isinstance(leaf, DelayedScalingState) else _through(leaf)
-        varying = sharding.varying_axes(through)
-        if through is not None and _is_kernel(through) and varying & set(fsdp.batch_axes) == {fsdp.axis_name}:
-            alike.setdefault(varying, {})[place] = through
-    for shared in alike.values():
-        parts = [sharding.varying_over(through, axes - {fsdp.replica_axis}) for through in shared.values()]
-        for place, through in zip(shared, _over_replicas(fsdp, parts), strict=True):
-            leaf = leaves[place]
-            is_quantized = isinstance(leaf, QuantizedArray)
-            leaves[place] = dataclasses.replace(leaf, straight_through=through) if is_quantized else through
-    return structure.unflatten(leaves)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_replicas(fsdp: FSDP, params: list[Array]) -> list[Array]:
-    return [sharding.varying_over(leaf, frozenset(fsdp.batch_axes)) for leaf in params]
-
-
-def _over_replicas_forward(fsdp: FSDP, params: list[Any]) -> tuple[list[Array], list[tuple[()] | None]]:
-    # What is frozen has no place in the buffer, or its gradient would be computed for it.
-    return _over_replicas(fsdp, [leaf.value for leaf in params]), [() if leaf.perturbed else None for leaf in params]
-
-
-def _over_replicas_backward(
-    fsdp: FSDP, learn: list[tuple[()] | None], gradients: list[Any]
-) -> tuple[list[Array | None]]:
-    """They travel in `reduce_dtype`, and are added up in float32."""
-    assert fsdp.replica_axis is not None
-    totals: list[Array | None] = [None] * len(gradients)
-    summed = {
-        place: gradient
-        for place, gradient in enumerate(gradients)
-        if learn[place] is not None and not isinstance(gradient, SymbolicZero)
-    }
-    if summed:
-        flat = jnp.concatenate([gradient.astype(fsdp.reduce_dtype).reshape(-1) for gradient in summed.values()])
-        count = lax.axis_size(fsdp.replica_axis)
-        parts = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
-        part = sum_over_devices(parts, (fsdp.replica_axis,))
-        total = lax.all_gather(part, fsdp.replica_axis, tiled=True, to="invarying")[: flat.size]
-        ends = np.cumsum([gradient.size for gradient in summed.values()])
-        for (place, gradient), each in zip(summed.items(), jnp.split(total, ends[:-1]), strict=True):
-            totals[place] = each.reshape(gradient.shape).astype(gradient.dtype)
-    return (totals,)
-
-
-_over_replicas.defvjp(_over_replicas_forward, _over_replicas_backward, symbolic_zeros=True)
 
 
 def _specs_of(specs: PyTree, of_layer: PyTree) -> list[PartitionSpec | None]:

@@ -124,7 +124,6 @@ def test_collectives_of_a_program():
         Collective("all-gather", "s8", 1, 0, 8),
         Collective("all-reduce", "bf16", 2, 0, 2 * 2 * 16),
         Collective("all-reduce", "f32", 0, 1, 4 * 16),
-        Collective("reduce-scatter", "bf16", 0, 1, 2 * 32),
-        Collective("reduce-scatter", "bf16", 0, 1, 2 * 32, "tensor"),
+        Collective("reduce-scatter", "bf16", 0, 2, 2 * 2 * 32),
         Collective("reduce-scatter", "f32", 1, 0, 4 * 32),
     ]
