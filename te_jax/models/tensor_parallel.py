@@ -14,6 +14,7 @@ from te_jax import sharding
 from te_jax.layers.microbatches import AccumulatedKernel
 from te_jax.models.config import DecoderConfig, Params, kernel_facts
 from te_jax.models.parallel import TensorParallel, kernels_cut_by_fsdp, loop_specs
+from te_jax.parallel.shards import over_devices
 from te_jax.reference.softmax_cross_entropy import equals
 
 _TIME_AXIS = 1
@@ -84,6 +85,7 @@ def embed(embedding: Array, tokens: Array, config: DecoderConfig, parallel: Tens
         return of(tokens)
     if (fsdp := parallel.fsdp) is None:
         return features_to_time(of(tokens), parallel)
+    embedding = over_devices(fsdp, embedding, sharding.varying_axes(tokens))
     # A device has some features of all tokens of its group, and sends each device those of its own tokens.
     x = of(lax.all_gather(tokens, fsdp.axis_name, axis=0, tiled=True))
     x = lax.all_to_all(x, fsdp.axis_name, split_axis=0, concat_axis=2, tiled=True)

@@ -48,8 +48,8 @@ class FSDP:
         beginning of it, with a `te_jax.optim.Requantize` for these and None elsewhere; or a list with one for each
         layer. The layer gets a `te_jax.quantized.QuantizedArray`, which te_jax's layers take as they take the kernel.
       gather_dtype: in which the other parameters of two and more dimensions travel; None for the dtype of x.
-      reduce_dtype: in which gradients of parameters of two and more dimensions travel. Each device adds them to float32
-        parameters in float32.
+      reduce_dtype: in which gradients of parameters of two and more dimensions travel, also between replicas if devices
+        split them. Each device adds them to float32 parameters in float32.
       keep: for how many of the last layers the gathered parameters wait for the backward pass, which gathers those of
         the others again. As many as there are layers gathers once and holds all.
       prefetch_bytes: of gathered parameters that are on their way beside a layer; one layer's at least.

@@ -303,12 +303,12 @@ def _prepared(
             )
         _validate_split(name, leaf, dim)
         if leaf.straight_through is not None:
-            leaf = dataclasses.replace(leaf, straight_through=sharding.varying_over(leaf.straight_through, axes))
+            leaf = dataclasses.replace(leaf, straight_through=over_devices(fsdp, leaf.straight_through, axes))
         return leaf, dim
     leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf, dim
-    leaf = sharding.varying_over(leaf, axes)
+    leaf = over_devices(fsdp, leaf, axes)
     if how is not None and how.row_ndim >= leaf.ndim - how.stacked_ndim:
         raise ValueError(
             f"fsdp.quantize has row_ndim={how.row_ndim} and stacked_ndim={how.stacked_ndim} for {name} of shape "
@@ -346,6 +346,27 @@ def _prepared(
     if not cuts:
         _validate_split(name, kernel, dim)
     return with_gradient_through(kernel), dim
+
+
+def over_devices(fsdp: FSDP, x: Array, axes: frozenset[str]) -> Array:
+    """x, varying over these mesh axes as well. Replicas sum gradients of the kernels that devices split in
+    `reduce_dtype`."""
+    varying = sharding.varying_axes(x)
+    if _is_kernel(x) and fsdp.axis_name in varying and fsdp.replica_axis in axes - varying:
+        x = _over_replicas(fsdp, sharding.varying_over(x, axes - {fsdp.replica_axis}))
+    return sharding.varying_over(x, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _over_replicas(fsdp: FSDP, x: Array) -> Array:
+    return sharding.varying_over(x, frozenset(fsdp.batch_axes))
+
+
+_over_replicas.defvjp(
+    lambda fsdp, x: (_over_replicas(fsdp, x), None),
+    # In a loop over microbatches, XLA adds up what replicas sum, and sums it once.
+    lambda fsdp, _, dx: (lax.psum(dx.astype(fsdp.reduce_dtype), fsdp.replica_axis).astype(dx.dtype),),
+)
 
 
 def _cuts_blocks(shape: Sequence[int], dim: int, how: Requantize) -> bool:

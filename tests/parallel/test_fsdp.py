@@ -362,13 +362,37 @@ def test_gradients_on_a_wire_of_sixteen_bits(mesh, rng):
 
 
 def exchanges(jaxpr):
-    """Names of the primitives along "replica" alone, for each array."""
+    """Primitive and dtype of what is exchanged along "replica" alone, for each array."""
     for eqn in jaxpr.eqns:
         axes = eqn.params.get("axis_name", eqn.params.get("axes"))
         if axes in ("replica", ("replica",)) and eqn.primitive.name not in ("axis_index", "pvary"):
-            yield from [eqn.primitive.name] * len(eqn.invars)
+            yield from ((eqn.primitive.name, x.aval.dtype.name) for x in eqn.invars)
         for part in inner(eqn):
             yield from exchanges(part)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("learns", [("up", "down"), ("down",)], ids=str)
+def test_replicas_sum_gradients_of_kernels_that_learn_in_the_dtype_of_the_wire(learns, wire, require_devices, rng):
+    require_devices(8)
+    mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    fsdp = of(quantize=None, replica_axis="replica", reduce_dtype=wire, keep=0)
+    params, x = draw(rng)
+    x = {name: np.resize(array, (6, *array.shape[1:])) for name, array in x.items()}
+
+    def loss(learned, params, x, fsdp=None):
+        params = [each | some for each, some in zip(params, learned, strict=True)]
+        return objective(apply_layers(plain, params, x, fsdp=fsdp))
+
+    learned = [{name: each[name] for name in learns} for each in params]
+    expected = jax.jit(jax.grad(loss))(learned, params, x)
+    learned, params = (place(mesh, tree, shard_specs(tree, fsdp)) for tree in (learned, params))
+    x = jax.device_put(x, NamedSharding(mesh, P(("replica", "fsdp"))))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.grad(functools.partial(loss, fsdp=fsdp))).trace(learned, params, x)
+        found = traced.lower().compile()(learned, params, x)
+    assert_same(found, expected, 1e-5 if wire == "float32" else 2**-7)
+    assert list(exchanges(traced.jaxpr)) == [("psum_invariant", wire)] * COUNT * len(learns)
 
 
 def test_replicas_that_have_gradients_of_their_own_sum_them_once(require_devices, rng):
@@ -395,7 +419,7 @@ def test_replicas_that_have_gradients_of_their_own_sum_them_once(require_devices
     )
     assert_same(found, whole_gradient(plain)(params, x["h"], x["mask"])[1][0], 1e-5)
     leaves = len(jax.tree.leaves(params))
-    assert list(exchanges(traced.jaxpr)) == ["psum_invariant"] * leaves
+    assert list(exchanges(traced.jaxpr)) == [("psum_invariant", "float32")] * leaves
 
 
 @pytest.mark.parametrize("kind", KINDS)
