@@ -242,6 +242,10 @@ def test_the_first_figure_has_speed_memory_and_loss_of_what_was_measured(root):
         words
     )
     assert "te_jax: one change" not in words
+    older = {"commit": "fedcba9876543210", "dirty": False, "date": "2025-12-31T00:00:00Z"}
+    publish(root, {**document, "rows": [rows[0], rows[1] | {"run": older}]}, first_screen.DEVICE)
+    assert tables.main([]) == 0
+    assert "te_jax: three changes" not in drawing.read_text(), "two runs are not compared"
     publish(root, {**document, "rows": rows[1:]}, first_screen.DEVICE)
     assert tables.main([]) == 1, "no bar to compare with"
     del rows[1]["losses"]
