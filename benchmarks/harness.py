@@ -585,6 +585,7 @@ def run_family(
     device = jax.devices()[0]
     chosen = _chosen_cases(family, device.platform, cases, quick)
     implementations = _chosen_implementations(family, peers)
+    left = set(family.implementations).difference(implementations)
     record = environment(commit)
     timing = QUICK if quick else FULL
     folder = output or RESULTS
@@ -601,14 +602,14 @@ def run_family(
         wrong = wrong or bool(result.wrong)
         problems = [*result.skipped, *result.wrong]
         measured = {case.name, *(each["case"] for each in (*result.rows, *problems))}  # rows may name parts of it
-
-        def stays(each: dict[str, Any], measured: set[str] = measured) -> bool:
-            return each["case"] not in measured or (peers is not None and each["implementation"] not in implementations)
-
         found = {
             "cases": [each for each in found["cases"] if each != case.name] + [case.name] * (peers is None),
-            "rows": [*filter(stays, found["rows"]), *result.rows],
-            "skipped": [*filter(stays, found["skipped"]), *problems],
+            "rows": [row for row in found["rows"] if row["case"] not in measured or row["implementation"] in left]
+            + result.rows,
+            "skipped": [
+                each for each in found["skipped"] if each["case"] not in measured or each["implementation"] in left
+            ]
+            + problems,
         }
         say("")
         say(screen_table(result.rows))

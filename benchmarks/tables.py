@@ -123,10 +123,10 @@ GAINS = (
     ("a grouped GEMM of 8 experts in FP8, block scaling", "1 × H100", _GROUPED, "te_jax_block", "te_jax",
      "te_jax in bfloat16"),
     ("", "", _GROUPED, "te_jax_block", "torch", "PyTorch's grouped GEMM, bfloat16"),
-    ("… what one of four devices computes of 128 experts (Qwen3 30B-A3B), in a buffer for any load", "1 × H200", _SHARE,
-     "te_jax_block", "te_jax_block_rows", "rows gathered before they are quantized"),
-    ("… in a buffer for this load", "", _SHARE, "te_jax_block_even", "te_jax_block_rows",
-     "rows gathered before they are quantized, for any load"),
+    ("one device's share of a layer of 128 experts (Qwen3 30B-A3B) on four, in a buffer for any load", "1 × H200",
+     _SHARE, "te_jax_block", "te_jax_block_rows", "te_jax, rows gathered before they are quantized"),
+    ("… in a buffer for this load", "", _SHARE, "te_jax_block_even", "te_jax_block",
+     "te_jax in a buffer for any load"),
     ("train step, 4 layers of Qwen3 30B-A3B, 4 microbatches of 8192 tokens, gradients in FP8", "", _MIXTURE,
      "te_jax_block", "bf16", "plain JAX, bfloat16, by `lax.ragged_dot`"),
     ("a token of Llama 3 8B after a prompt of 512, bfloat16", "", _TOKEN, "te_jax", "transformers",
@@ -288,7 +288,7 @@ def _times(place: re.Match[str], root: Path) -> str:
     ours, theirs = _both(document, place["operation"], place["case"], place["implementation"], place["peer"])
     if not ours.get(figure) or not theirs.get(figure):
         raise ValueError(f"{results.relative_to(root)} has no {figure} of both in {place['open']}")
-    return f"{_speed(document, ours, theirs) if figure == 'median_ms' else theirs[figure] / ours[figure]:.2f}×"
+    return f"{_speed(ours, theirs) if figure == 'median_ms' else theirs[figure] / ours[figure]:.2f}×"
 
 
 def _both(
@@ -301,15 +301,15 @@ def _both(
     return of.get(implementation, {}), of.get(peer, {})
 
 
-def _speed(document: dict[str, Any], ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """How many times as fast a row is as its peer in the same run, which may not be the one that the file has."""
-    if run_of(document, ours) == run_of(document, theirs):
+def _speed(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """How many times as fast a row is as its peer in the same run, where the row of a file may be of another one."""
+    if ours.get("run") == theirs.get("run"):
         return theirs["median_ms"] / ours["median_ms"]
     try:
         return ours["speedup_over"][theirs["implementation"]]
     except KeyError:
         names = ours["implementation"], theirs["implementation"]
-        raise ValueError(f"no run of {document['family']} has {' and '.join(names)}, {ours['case']}") from None
+        raise ValueError(f"no run of {ours['case']} has {' and '.join(names)}") from None
 
 
 def _results(root: Path, device: str, family: str) -> Path:
@@ -340,7 +340,7 @@ def gains_table(root: Path, page_folder: Path, gains: Sequence[Any]) -> str:
         held, held_by_peer = ours.get("peak_bytes"), theirs.get("peak_bytes")
         link = f"[{words}]({_relative(results.with_suffix('.md'), page_folder)})"
         saved = f"{held / held_by_peer:.2f}×" if held and held_by_peer else ""
-        run, times = run_of(document, ours), _speed(document, ours, theirs)
+        run, times = run_of(document, ours), _speed(ours, theirs)
         measured = run["date"][:10] + (" with local changes" if run["dirty"] else "")
         body.append([what, where, link, f"**{times:.2f}×**", saved, measured])
     return _markdown_table(["", "GPU", "compared with", "speed", "memory", "measured"], body, left=3)
@@ -362,7 +362,7 @@ def whole_table(root: Path, page_folder: Path) -> str:
 
     for words, name in WHOLE:
         row = one[name]
-        speed = f"{_speed(documents[0], row, one['bf16']):.2f}×"
+        speed = f"{_speed(row, one['bf16']):.2f}×"
         body.append(
             [
                 words,
@@ -389,7 +389,7 @@ def changes_table(root: Path, page_folder: Path) -> str:
         return f"{row['median_ms']:.1f}"
 
     def times(row: dict[str, Any], plain: dict[str, Any]) -> str:
-        return f"{plain['median_ms'] / row['median_ms']:.2f}×"
+        return f"{_speed(row, plain):.2f}×"
 
     def memory(row: dict[str, Any], plain: dict[str, Any]) -> str:
         return f"{row['peak_bytes'] / 1e9:.1f}"
@@ -449,7 +449,7 @@ def shared_table(root: Path, page_folder: Path) -> str:
 
     def speed(case: str, name: str) -> str:
         row = rows.get((case, name))
-        return f"{rows[case, 'bf16']['median_ms'] / row['median_ms']:.2f}×" if row else ""
+        return f"{_speed(row, rows[case, 'bf16']):.2f}×" if row else ""
 
     body = []
     for words, name in SHARED:
